@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from foreseen import KNOWN, Row, foresee_all  # noqa: E402
 from foreseen_runs import KINDS, RESULTS, read_run  # noqa: E402
 
-from deepspeed_cad.forecast.compared import PATH  # noqa: E402
+from deepspeed_cad.forecast.step import COMPARED  # noqa: E402
 
 MODES = {"in_place": "cad", "reserved": "cad reserved"}
 """Functions of the simulator that are named otherwise than their modes."""
@@ -74,4 +74,5 @@ def find() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps(find()).replace("[[", "[\n [").replace("], [", "],\n [").replace("]],", "]\n],") + "\n")
+    text = json.dumps(find()).replace("[[", "[\n [").replace("], [", "],\n [").replace("]],", "]\n],")
+    COMPARED.write_text(text + "\n")

@@ -199,7 +199,7 @@ Figures of one machine, the same for every file, each with its source in `deepsp
 | lost where ranks meet in every layer | 1.3 % of what is not attention | CAD's ratio in the fitted runs |
 | working set of a layer | 277 KB a token | plain training of 21 November |
 | logits in a pipeline's last stage | 18 bytes each | the first run of a pipeline |
-| elementwise kernels | 4.0 TB/s | assumed; bytes are counted in `deepspeed_cad/forecast/non_attention_seconds.py` |
+| elementwise kernels | 4.0 TB/s | assumed; bytes are counted in `deepspeed_cad/forecast/model_shape.py` |
 | peer copies; all-gather and reduce-scatter | 362; 289 GB/s | `benchmarks/exchange.py`; NCCL between four GPUs |
 | all-to-all of Ulysses | 121 GB/s | `benchmarks/results/h200x4/exchange.json`, NCCL with packing |
 | between hosts | 50 GB/s | assumed, unless `--link-between` says otherwise |

@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from foreseen_runs import SUMMARIES, WORKLOADS, stand_in  # noqa: E402
 
 from deepspeed_cad.forecast import Machine  # noqa: E402
-from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_documents  # noqa: E402
+from deepspeed_cad.forecast.attention_seconds import Floats, of_documents  # noqa: E402
 from deepspeed_cad.forecast.schedule import one_forward_one_backward  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
@@ -71,25 +71,24 @@ def read_rows(workload: str, documents: int | None = None) -> list[list[int]]:
     return rows
 
 
-def attention_of(rows: list[list[int]], profile: Profile, shape: HeadShape) -> Both:
-    """[rows]: seconds of one layer's attention, all heads."""
+def attention_of(rows: list[list[int]], profile: Profile, shape: HeadShape) -> Floats:
+    """[2, rows]: seconds of one layer's attention, all heads."""
     return of_documents(Layout.from_rank_lengths(rows), profile.cost_for(shape)) * shape.groups
 
 
-def foresee(attention: Both, without: float, stages: int) -> Step:
+def foresee(attention: Floats, without: float, stages: int) -> Step:
     """A step of equal stages.
 
     Args:
-        attention: [micro-batches, replicas] seconds of one stage, forward and backward once.
+        attention: [2, micro-batches, replicas] seconds of one stage, forward and backward once.
         without: seconds of the step without attention.
         stages: P.
     """
-    slots = len(attention.forward) + stages - 1
-    linear = without / slots
-    forward: Floats = FORWARD * linear + attention.forward
-    backward: Floats = (1 - FORWARD) * linear + attention.repeated(True).backward
-    took = one_forward_one_backward(forward, backward, stages)
-    return Step(float(took.max()), without + float(attention.total.mean()) * slots)
+    slots = attention.shape[1] + stages - 1
+    linear, (forward, backward) = without / slots, attention
+    each = np.stack([FORWARD * linear + forward, (1 - FORWARD) * linear + backward + forward])
+    took = one_forward_one_backward(each, stages)
+    return Step(float(took.max()), without + float(attention.sum(0).mean()) * slots)
 
 
 def foresee_all(options: argparse.Namespace) -> list[Step]:
@@ -100,9 +99,8 @@ def foresee_all(options: argparse.Namespace) -> list[Step]:
     replicas, size = options.ranks // options.stages, options.micro_batches * (options.ranks // options.stages)
     stage, steps = layer * (options.factor * options.layers / options.stages), []
     for step in range(options.steps):
-        rows = np.arange(step * size, (step + 1) * size).reshape(-1, replicas) % len(stage.total)
-        own = Both(stage.forward[rows], stage.backward[rows])
-        steps.append(foresee(own, options.without_attention, options.stages))
+        rows = np.arange(step * size, (step + 1) * size).reshape(-1, replicas) % stage.shape[1]
+        steps.append(foresee(stage[:, rows], options.without_attention, options.stages))
     return steps
 
 

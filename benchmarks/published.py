@@ -37,9 +37,8 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from deepspeed_cad.cost import PAIRS  # noqa: E402
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, modes, modes_cad, seat_shape  # noqa: E402
-from deepspeed_cad.forecast.distributions import NAMED  # noqa: E402
 from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape  # noqa: E402
-from deepspeed_cad.forecast.packing import pack  # noqa: E402
+from deepspeed_cad.forecast.packing import NAMED, pack  # noqa: E402
 from deepspeed_cad.forecast.step import mean  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402

@@ -38,7 +38,7 @@ from train_workload import Row, Workload  # noqa: E402
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.cli.data.lengths import read_lengths  # noqa: E402
-from deepspeed_cad.forecast.packing import DEALT, deal_by_length  # noqa: E402
+from deepspeed_cad.forecast.packing import DEALT, Rows, deal_by_length  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
@@ -101,7 +101,7 @@ def deal_out(options: argparse.Namespace, ranks: int) -> list[list[Layout]]:
     tokens = count * options.context * options.divide
     lengths = read_lengths([options.lengths], tokens, None, None, count, [], lambda text: None)[:count]
     lengths = [max(1, length // options.divide) for length in lengths]
-    return list(deal_by_length(lengths, ranks, options.context, options.batch, options.packing))
+    return list(deal_by_length(lengths, ranks, Rows(options.context, options.packing, batch=options.batch)))
 
 
 def own_rows(steps: list[list[Layout]], step: int, rank: int, vocab: int) -> list[Row]:

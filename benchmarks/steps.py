@@ -46,7 +46,7 @@ from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, seat_sha
 from deepspeed_cad.forecast.model_shape import SHAPES  # noqa: E402
 from deepspeed_cad.forecast.modes import plain  # noqa: E402
 from deepspeed_cad.forecast.modes_cad import in_place  # noqa: E402
-from deepspeed_cad.forecast.steps import deal_out, lay  # noqa: E402
+from deepspeed_cad.forecast.packing import deal_out  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.deal import Costs, Step, deal  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
@@ -67,6 +67,12 @@ def make_setting(ranks: int, per_host: int, between: float) -> Setting:
     model, machine = SHAPES["llama-8b"], Machine.load("h200").with_links(None, between * 1e9)
     cost = read_cost(str(SHIPPED / machine.profile), seat_shape(model, 1))
     return Setting(model, Cluster(ranks, min(ranks, per_host), machine), cost, deals=True)
+
+
+def lay(rows: list[list[int]], padded: bool) -> Layout:
+    """Documents of every rank, or samples that are padded to its longest."""
+    layout = Layout.from_rank_lengths(rows)
+    return replace(layout, tokens=np.array([max(row, default=0) * len(row) for row in rows])) if padded else layout
 
 
 def make_steps(batches: list[list[int]], ranks: int, accumulation: int, padded: bool) -> list[list[Layout]]:

@@ -35,9 +35,8 @@ except ImportError:
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.forecast.model_shape import ModelShape
-from deepspeed_cad.forecast.outlook import foresee
 from deepspeed_cad.forecast.packing import pack
+from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,7 +140,7 @@ def get_documents(args: argparse.Namespace) -> list[list[int]]:
 
 
 def say_what_to_expect(documents: Sequence[Sequence[int]], context: int, config: Any) -> None:
-    """Print the lengths and what balance is worth here; the same as `deepspeed-cad plan`."""
+    """Print the lengths and how even attention is here; `deepspeed-cad plan` says what that is worth."""
     if RANK != 0:
         return
     lengths = [len(ids) for ids in documents]
@@ -152,19 +151,14 @@ def say_what_to_expect(documents: Sequence[Sequence[int]], context: int, config:
         if count:
             print(f"  {low:>8} to {high - 1:<8} {'#' * max(1, round(50 * count / counts.max()))} {count}")
     config = config.get_text_config()
-    heads = config.num_attention_heads
-    shape = ModelShape(
-        config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size, heads,
-        config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )  # fmt: skip
-    steps = [foresee(shape, PAIRS, 0.05, None, layout) for layout in islice(pack(lengths, WORLD, context, False), 32)]
-    if WORLD > 1 and steps:
-        before, after, gain = (
-            np.mean([getattr(step, name) for step in steps]) for name in ("imbalance_before", "imbalance", "gain")
-        )
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = HeadShape(config.num_attention_heads, config.num_key_value_heads, size, size, 2)
+    steps = islice(pack(lengths, WORLD, context, False), 32)
+    plans = [make_plan(PlanInput(layout.tick(), shape, PAIRS)) for layout in steps]
+    if WORLD > 1 and plans:
+        before, after = (np.mean([getattr(plan, name) for plan in plans]) for name in ("imbalance_before", "imbalance"))
         print(
-            f"{WORLD} ranks of {context} tokens: attention max/mean {before:.2f} without CAD, {after:.2f} with "
-            f"it; steps {gain:.2f} times faster if transfers are hidden",
+            f"{WORLD} ranks of {context} tokens: attention max/mean {before:.2f} without CAD, {after:.2f} with it",
             flush=True,
         )
 

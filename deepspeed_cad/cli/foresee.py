@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,14 @@ import numpy as np
 from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_setting, wanted_modes
 from deepspeed_cad.cli.progress import Progress, say, write
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.forecast import Cluster, Setting, modes_cad
+from deepspeed_cad.forecast import Cluster, Setting
 from deepspeed_cad.forecast.attention_seconds import of_documents
 from deepspeed_cad.forecast.bytes_held import loss_bytes
-from deepspeed_cad.forecast.compare import MODES, THREADS, Comparison, compare, label, recommend, say_need
-from deepspeed_cad.forecast.compared import MEMORY, RUNS
-from deepspeed_cad.forecast.outlook import StepOutlook, foresee
-from deepspeed_cad.forecast.packing import DEALT, say_cut
+from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, say_need
+from deepspeed_cad.forecast.packing import DEALT, Rows, make_steps, say_cut
 from deepspeed_cad.forecast.state_layers import find_travel
-from deepspeed_cad.forecast.step import OUTSIDE, Foreseen
-from deepspeed_cad.forecast.steps import deal_out, for_fewer, make_steps
+from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RUNS, Foreseen
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.plan import Plan
 
 SWEEP_STEPS = 4
 """Steps at every point of a curve."""
@@ -48,33 +43,35 @@ def foresee_steps(args: argparse.Namespace) -> int:
     with Progress("reading the model") as progress:
         setting = read_setting(args, read_model_shape(args.model))
         progress.tell("reading the data")
-        rows = args.batch if args.packing in DEALT else 1.3 * args.micro_batches
-        needed = int(rows * setting.seats * args.context * (args.steps + 1))
+        of_rank = args.batch if args.packing in DEALT else 1.3 * args.micro_batches
+        needed = int(of_rank * setting.seats * args.context * (args.steps + 1))
         skipped: list[str] = []
         lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
-        packing = (args.context, args.packing, args.micro_batches)
-        steps = make_steps(lengths, setting, *packing, args.steps, args.batch)
+        rows = Rows(args.context, args.packing, args.micro_batches, args.batch)
+        steps = make_steps(lengths, setting, rows, args.steps)
         if not steps:
             raise CADDataError(
                 f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
                 f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
             )
-        progress.tell("planning")
-        setting, outlooks = _look_at(setting, steps)
 
         def tell(mode: str, done: int, all_of_them: int) -> None:
             progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
 
-        fewer = for_fewer(lengths, setting, *packing, len(steps), args.batch)
+        def fewer(servers: int) -> list[list[Layout]]:
+            return make_steps(lengths, setting, rows, len(steps), servers)
+
         comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
         gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
-        outlooks = [replace(outlook, gain=gain) for outlook, gain in zip(outlooks, gains)] or outlooks
+        evenness = _evenness(setting, steps, cad, gains) if cad else []
         state = _about_state(setting, steps, cad)
         lines = [
             *assumptions(args, setting, full),
-            *_about_data(lengths, outlooks if cad else [], args),
+            f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest "
+            f"{max(lengths)}: {say_cut(lengths, args.context, args.packing)}",
+            *_about_evenness(evenness),
             *([state["says"]] if state else []),
             *([f"{len(skipped)} files skipped, the first: {skipped[0]}"] if skipped else []),
             "",
@@ -92,52 +89,47 @@ def foresee_steps(args: argparse.Namespace) -> int:
             "full": full,
             "gain": float(np.mean(gains)) if gains else None,
             "state_layers": state,
-            "steps": [asdict(outlook) for outlook in outlooks],
+            "steps": evenness,
             **comparison.to_json(),
         }
         write(summary, args)
         if args.plot:
-            from deepspeed_cad.cli.picture import draw_outlook
+            from deepspeed_cad.cli.picture import draw_evenness
 
-            draw_outlook(args.plot, *_columns(outlooks, "imbalance_before", "imbalance", "gain"))
+            draw_evenness(evenness, args.plot)
         if args.pictures:
             for name in draw(comparison, setting, lengths, args, modes, progress):
                 say(f"drew {name}", args)
     return 0
 
 
-def _look_at(setting: Setting, steps: Sequence[Sequence[Layout]]) -> tuple[Setting, list[StepOutlook]]:
-    """How even attention is in the first micro-batch of each step; and the setting with the plans that were made."""
-    layouts = [deal_out(setting, step)[0] for step in steps]
-    plans: list[Plan | None] = [None] * len(layouts)
-    with ThreadPoolExecutor(THREADS) as threads:
-        if setting.seats == setting.cluster.ranks:
-            # What every GPU holds is what plans are made for: modes need them again.
-            plans = list(threads.map(partial(modes_cad.plan_in_place, setting), layouts))
-            setting = replace(
-                setting, made={id(layout): (layout, plan) for layout, plan in zip(layouts, plans) if plan}
-            )
-        look = partial(foresee, setting.model, setting.cost, setting.tolerance, setting.hosts)
-        outlooks = list(threads.map(look, layouts, plans))
-    if setting.deals:
-        loaded = [of_documents(step[0], setting.cost).total for step in steps]
-        outlooks = [replace(one, imbalance_before=own.max() / own.mean()) for one, own in zip(outlooks, loaded)]
-    return setting, outlooks
-
-
-def _about_data(lengths: list[int], outlooks: list[StepOutlook], args: argparse.Namespace) -> list[str]:
-    """Lines on documents, and on how even attention is where CAD is foreseen."""
-    lines = [
-        f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest {max(lengths)}: "
-        + say_cut(lengths, args.context, args.packing)
+def _evenness(
+    setting: Setting, steps: Sequence[Sequence[Layout]], cad: Foreseen, gains: Sequence[float]
+) -> list[dict[str, Any]]:
+    """How even attention is in the first micro-batch of each step, without CAD and with it, and what moves for that in
+    one layer's forward; and seconds of the best rival over those of CAD."""
+    loads = [of_documents(step[0], setting.cost).sum(0) for step in steps]
+    return [
+        {
+            "imbalance_before": float(load.max() / load.mean()),
+            "imbalance": plan.imbalance,
+            "moved_bytes": int(plan.sent_bytes.sum()) * setting.sharing,
+            "between_bytes": plan.between_bytes * setting.sharing,
+            "planning_ms": plan.planning_ms,
+            "gain": gain,
+        }
+        for load, plan, gain in zip_longest(loads, cad.plans, gains)
     ]
-    if outlooks:
-        before, after, took = _columns(outlooks, "imbalance_before", "imbalance", "planning_ms")
-        lines.append(
-            f"{len(outlooks)} steps: attention max/mean {np.mean(before):.3f} without CAD, at worst {max(before):.3f}; "
-            f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
-        )
-    return lines
+
+
+def _about_evenness(evenness: list[dict[str, Any]]) -> list[str]:
+    if not evenness:
+        return []
+    before, after, took = ([one[key] for one in evenness] for key in ("imbalance_before", "imbalance", "planning_ms"))
+    return [
+        f"{len(evenness)} steps: attention max/mean {np.mean(before):.3f} without CAD, at worst {max(before):.3f}; "
+        f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
+    ]
 
 
 def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Foreseen | None) -> dict[str, Any] | None:
@@ -147,8 +139,7 @@ def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Fores
     if cad is None or layers is None or not travels:
         return None
     exchange, late, own, gathered = (
-        float(sum(way.total for way in ways)) / len(steps)
-        for ways in zip(*((one.seconds, one.late, one.own, one.gathered) for one in travels))
+        sum(getattr(one, name) for one in travels) / len(steps) for name in ("seconds", "late", "own", "gathered")
     )
     moved = float(sum(one.moved.sum() for one in travels)) / len(steps) / setting.seats / layers.count
     ratio, instead = 1.0 + (exchange + late) / own, cad.seconds.total - exchange - late + gathered
@@ -162,10 +153,6 @@ def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Fores
         "layers": layers.count, "bytes_a_layer": moved, "exchange_seconds": exchange, "late_seconds": late,
         "over_own_rows": ratio, "step_seconds_gathered": instead, "says": says,
     }  # fmt: skip
-
-
-def _columns(outlooks: list[StepOutlook], *fields: str) -> list[list[float]]:
-    return [[getattr(outlook, field) for outlook in outlooks] for field in fields]
 
 
 def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list[str]:
@@ -279,10 +266,12 @@ def draw(
         need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.
         data = lengths * (1 + need // sum(lengths))
-        rows = (context, args.packing, args.micro_batches)
-        steps = make_steps(data, other, *rows, SWEEP_STEPS, args.batch)
+        rows = Rows(context, args.packing, args.micro_batches, args.batch)
+        steps = make_steps(data, other, rows, SWEEP_STEPS)
         progress.tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))
-        return compare(other, steps, modes, servers, fewer=for_fewer(data, other, *rows, len(steps), args.batch))
+        return compare(
+            other, steps, modes, servers, None, lambda count: make_steps(data, other, rows, len(steps), count)
+        )
 
     curves: dict[str, tuple[str, list[int], Sequence[str], Callable[[int], Comparison]]] = {
         "ranks": (

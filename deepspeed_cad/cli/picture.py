@@ -59,19 +59,11 @@ def draw_plan(problem: PlanInput, plan: Plan, path: str, numbers: list[int]) -> 
     _save(figure, path)
 
 
-def draw_outlook(path: str, before: list[float], after: list[float], gains: list[float]) -> None:
-    """The imbalance of every step without and with CAD, and how much longer the best rival takes."""
-    figure, (left, right) = _subplots(1, 2, figsize=(13, 4))
-    steps = np.arange(len(before))
-    left.plot(steps, before, "o-", color="#9aa0ab", label="without CAD")
-    left.plot(steps, after, "o-", color="#2a6fdb", label="with CAD")
-    left.set(title="Attention of the slowest rank over the mean", xlabel="step", ylabel="max/mean")
-    left.set_ylim(bottom=0)
-    left.legend(frameon=False)
-    right.bar(steps, gains, color="#2a6fdb")
-    right.axhline(1.0, color="black", linewidth=0.8)
-    right.set(title="Step time of the best rival over CAD", xlabel="step", ylabel="times")
-    _save(figure, path)
+def draw_evenness(steps: Sequence[Mapping[str, float]], path: str) -> None:
+    """Max over mean of the ranks' attention in every step, without and with CAD."""
+    names = {"without CAD": "imbalance_before", "with CAD": "imbalance"}
+    lines = {name: [(number, one[key]) for number, one in enumerate(steps)] for name, key in names.items()}
+    _draw_lines(lines, ["#9aa0ab", "#2a6fdb"], path, "step", "max/mean")
 
 
 def sweep(
@@ -98,18 +90,25 @@ def around(value: int, least: int, times: Sequence[float]) -> list[int]:
 
 def draw_curves(over: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: str) -> None:
     """Tokens per second and GPU of every mode, over a quantity."""
+    curves = {mode: points for mode, points in curves.items() if points}
+    lines = {MODES[mode]: points for mode, points in curves.items()}
+    _draw_lines(lines, [COLOURS[mode] for mode in curves], path, over, "tokens/s/GPU")
+
+
+def _draw_lines(
+    lines: Mapping[str, Sequence[tuple[int, float]]], colours: Sequence[str], path: str, over: str, what: str
+) -> None:
     figure, axis = _subplots(figsize=(7, 4))
-    for mode, points in curves.items():
-        if points:
-            axis.plot(*zip(*points), "o-", color=COLOURS[mode], label=MODES[mode])
-    axis.set(xlabel=over, ylabel="tokens/s/GPU")
+    for (name, points), colour in zip(lines.items(), colours):
+        axis.plot(*zip(*points), "o-", color=colour, label=name)
+    axis.set(xlabel=over, ylabel=what)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    values = sorted({value for points in curves.values() for value, _ in points})
+    values = sorted({value for points in lines.values() for value, _ in points})
     if len(values) > 1 and values[0] > 0 and values[-1] >= 4 * values[0]:
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [_short(value) for value in values])
-    if axis.lines:
+    if lines:
         axis.legend(frameon=False)
     _save(figure, path)
 

@@ -15,8 +15,7 @@ from typing import Any
 from deepspeed_cad.cli.data.documents import FIELDS
 from deepspeed_cad.cli.progress import say, write
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.distributions import NAMED
-from deepspeed_cad.forecast.packing import PACKINGS
+from deepspeed_cad.forecast.packing import NAMED, PACKINGS
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.question import KEYS, read_question
 

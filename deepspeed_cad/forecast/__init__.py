@@ -3,19 +3,16 @@
 In: a `Setting` (model, cluster, split, sharding), layouts of a step's micro-batches. Out: `Foreseen`: seconds and where
 they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch, no processes, no GPU.
 
-    data/                               documents, lengths and models, read from files
-    model_shape, distributions          shapes of models; named distributions of document lengths
-    packing, steps                      how documents become rows, and rows steps
-    machine                             figures of a GPU and its links; how long collectives take on a cluster
+    model_shape, machine, setting       a model and its work outside attention; a GPU, links and collectives; how it is
+                                        trained on them
+    packing                             documents by name, how they become rows and steps
     attention_seconds                   of documents and tasks, by the cost model of a profile
-    non_attention_seconds               of everything else in a layer, by counted work
-    exchanges                           bytes that plans move, and when they have arrived
+    exchanges, state_layers             what plans move, when it has arrived; the same of layers that carry state
     bytes_held                          memory
     schedule                            who waits for whom
     modes, modes_cad                    what each mode does with a step
-    interleaved                         two parts that alternate beside reserved servers
-    compared                            which predictions were compared with runs, and how far off they were
-    outlook, compare                    one step's plan; all modes beside each other, and which one to take
+    step                                what is foreseen of one, and how far predictions were off
+    compare                             all modes beside each other, and which one to take
 """
 
 from deepspeed_cad.forecast.machine import Cluster, Machine

@@ -16,11 +16,10 @@ from typing import Any
 from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import modes, modes_cad
-from deepspeed_cad.forecast.attention_seconds import document_lengths, of_documents
-from deepspeed_cad.forecast.compared import MEMORY, RATIO, SERVERS
+from deepspeed_cad.forecast.attention_seconds import document_lengths
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.forecast.step import OUTSIDE, Foreseen, Seconds, mean
+from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RATIO, SERVERS, Foreseen, Seconds, mean
 from deepspeed_cad.layout import Layout
 
 MODES = {
@@ -38,7 +37,6 @@ MODES = {
 
 NEAR = 1.02
 """Times faster. A simpler mode that is as near to the fastest is recommended: predictions are off by as much."""
-
 
 THREADS = 2
 """Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
@@ -130,17 +128,14 @@ def compare(
     left_out: dict[str, str] = {}
     per_token = _flops_per_token(setting.model, [layout for step in steps for layout in step], setting.forwards)
     for mode in wanted:
-        if mode == "cad reserved":
-            choices = _with_servers(setting, steps, servers, fewer)
-        else:
-            runs = _runs(setting, steps[0], mode)
-            choices = runs if isinstance(runs, str) else [(partial(_all_passes, run), steps) for run in runs]
+        choices = _choices(setting, steps, mode, servers, fewer)
         if isinstance(choices, str):
             left_out[mode] = choices
         else:
             # CAD's variants are faster in no step and are there for what fits: one step tells.
             tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
-            best = _best(choices, tried, partial(progress, mode) if progress else lambda done, steps: None)
+            runs = [(partial(_all_passes, run), of) for run, of in choices]
+            best = _best(runs, tried, partial(progress, mode) if progress else lambda done, steps: None)
             found.append(replace(best, mfu=best.tokens_per_second * per_token / setting.machine.published["flops"]))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
@@ -243,8 +238,7 @@ def _servers(comparison: Comparison) -> list[str]:
 
 Run = partial[Foreseen]
 """A mode with its setting first, without the step."""
-Choice = tuple[Callable[[modes.Step], Foreseen], Sequence[modes.Step]]
-
+Choice = tuple[Run, Sequence[modes.Step]]
 
 SHARING: dict[str, Callable[..., Foreseen]] = {
     "ulysses": modes.ulysses, "gathered": modes.gathered, "packed": modes.packed
@@ -252,17 +246,23 @@ SHARING: dict[str, Callable[..., Foreseen]] = {
 """Modes in which groups of seats share rows."""
 
 
-def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
-    """Ways to run a mode, or why it cannot run."""
-    kind, kept = mode.removesuffix(" kept"), mode.endswith(" kept")
+def _choices(
+    setting: Setting, steps: Sequence[modes.Step], mode: str, servers: int | None, fewer: ForFewer | None
+) -> list[Choice] | str:
+    """Ways to run a mode, each with its steps; or why it cannot run."""
+    kind, kept, step = mode.removesuffix(" kept"), mode.endswith(" kept"), steps[0]
+    spans = any(layout.segments.begin.any() for one in steps for layout in one)
+    state = setting.model.state is not None
+    if mode not in MODES:
+        raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
     if kept and not setting.checkpointing:
         return "without checkpointing no mode repeats attention"
     if kind == "plain":
-        if any(layout.segments.begin.any() for layout in step):
+        if spans:
             return "documents go on on the next GPU, and it would cut them there: another computation"
-        return [partial(modes.plain, setting, kept=kept)]
+        return [(partial(modes.plain, setting, kept=kept), steps)]
     if mode == "cad":
-        if setting.model.state is not None and setting.sharing > 1 and any(one.segments.begin.any() for one in step):
+        if state and spans and setting.sharing > 1:
             return "documents go on on the next GPU, and state does not travel where GPUs divide heads"
         ways: dict[str, Setting] = {"": setting}
         if setting.checkpointing and not setting.recompute_attention:
@@ -271,28 +271,29 @@ def _runs(setting: Setting, step: modes.Step, mode: str) -> list[Run] | str:
                 ways['"keep": "host"'] = replace(setting, keep="host")
             if setting.pipeline == 1:
                 ways["recompute_attention"] = replace(setting, keep="device", recompute_attention=True)
-        return [partial(modes_cad.in_place, way, variant=name) for name, way in ways.items()]
+        return [(partial(modes_cad.in_place, way, variant=name), steps) for name, way in ways.items()]
+    if mode == "cad reserved":
+        counts = _count_servers(setting, step[0], servers, state and spans)
+        if isinstance(counts, str):
+            return counts
+        return [(partial(modes_cad.reserved, setting, servers=one), fewer(one) if fewer else steps) for one in counts]
     if setting.sequence > 1:
         return "Ulysses divides the rows already"
-    if kind in ("ulysses", "gathered") and setting.model.state is not None:
+    if state and kind != "packed":
         return "state would have to travel in its other layers, which nothing does for models of transformers"
-    if kind in SHARING:
-        longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
-        degrees = modes.degrees(setting, kind, longest, int(step[0].tokens.max()))
-        if not degrees and kind == "ulysses":
-            return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
-        if not degrees:
-            return f"{setting.seats} seats cannot be divided by 2"
-        return [partial(SHARING[kind], setting, degree=degree, kept=kept) for degree in degrees]
-    raise CADConfigError(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
+    longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
+    degrees = modes.degrees(setting, kind, longest, int(step[0].tokens.max()))
+    if not degrees and kind == "ulysses":
+        return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
+    if not degrees:
+        return f"{setting.seats} seats cannot be divided by 2"
+    return [(partial(SHARING[kind], setting, degree=degree, kept=kept), steps) for degree in degrees]
 
 
-def _with_servers(
-    setting: Setting, steps: Sequence[modes.Step], servers: int | None, fewer: ForFewer | None
-) -> list[Choice] | str:
-    """Numbers of seats that may be reserved, each with its steps; or why none."""
-    seats, layout = setting.seats, steps[0][0]
-    if setting.model.state is not None and any(one.segments.begin.any() for step in steps for one in step):
+def _count_servers(setting: Setting, layout: Layout, servers: int | None, state_spans: bool) -> list[int] | str:
+    """Numbers of seats that may be reserved; or why none."""
+    seats = setting.seats
+    if state_spans:
         return "documents go on on the next GPU, and state of layers that carry it does not travel beside servers"
     if setting.sharing > 1:
         return "servers know nothing of tensor parallelism or Ulysses, beside which CAD runs in place only"
@@ -302,17 +303,13 @@ def _with_servers(
         return "reserved servers together with pipeline stages are not foreseen"
     if seats < 2:
         return "one seat cannot be split into trainers and servers"
-    if servers is not None and not 0 < servers < seats:
-        return f"{servers} servers of {seats} seats leave no server or no trainer"
-    if servers is not None:
-        counts = [servers]
-    else:
-        attention = float(of_documents(layout, setting.cost).total.mean()) * setting.shape.groups * setting.attending
-        attention *= setting.machine.in_training
-        even = modes_cad.even_servers(setting, float(layout.tokens.mean()), attention)
+    if servers is None:
+        even = modes_cad.even_servers(setting, layout)
         # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
-        counts = sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
-    return [(partial(modes_cad.reserved, setting, servers=one), fewer(one) if fewer else steps) for one in counts]
+        return sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
+    if not 0 < servers < seats:
+        return f"{servers} servers of {seats} seats leave no server or no trainer"
+    return [servers]
 
 
 def _all_passes(run: Run, step: modes.Step) -> Foreseen:

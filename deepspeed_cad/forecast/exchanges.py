@@ -1,16 +1,17 @@
 """What a plan's exchanges take in one layer: seconds of links, and when ranks are done with what they wait for.
 
-In: what the planner counted that moves (`Flows`), seconds of attention of each rank. Out: bytes and seconds. The model
-of a pass, and what it is in words: planner/finish.py.
+In: what the planner counted that moves (`Flows`), seconds of attention of each rank, [2, ranks] for forward and
+backward. Out: bytes and seconds. The model of a pass, and what it is in words: planner/finish.py. Beside reserved
+servers two parts of a micro-batch alternate (docs/interleave.md): `Part`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deepspeed_cad.forecast.attention_seconds import Both, Floats
+from deepspeed_cad.forecast.attention_seconds import Floats
 from deepspeed_cad.forecast.machine import Machine
 from deepspeed_cad.layout import Ints, Segments, Tick
 from deepspeed_cad.planner.constants import WAVE_SECONDS
@@ -62,19 +63,19 @@ def read_others(tasks: Ints, rows: Segments) -> Bools:
 def end_of_passes(
     flows: Flows,
     hosts: Ints | None,
-    own: Both,
-    waiting: Both,
-    start: Both,
+    own: Floats,
+    waiting: Floats,
+    start: Floats,
     per_byte: Floats,
     waves: int = 1,
     passes: int = 1,
-) -> Both:
-    """[ranks]: when a rank has all of its O, and all of its dQ, dK and dV.
+) -> Floats:
+    """[2, ranks]: when a rank has all of its O, and all of its dQ, dK and dV.
 
     Args:
         flows: what moves in a layer.
         hosts: [ranks] number of each one's host; None: all share one.
-        own: [ranks] seconds of all tasks of a rank.
+        own: [2, ranks] seconds of all tasks of a rank.
         waiting: of them, those that read something of another rank.
         start: when each comes to its attention, and sends what others wait for.
         per_byte: [2] seconds inside a host and between hosts, in as many layers as all these.
@@ -83,11 +84,65 @@ def end_of_passes(
     """
     routes, trips = find_trips(flows, hosts, per_byte, waves)
     ends = []
-    forward = own.forward, waiting.forward, start.forward
-    backward = own.backward, waiting.backward, start.backward
-    for (work, waits, begin), (there, back) in zip((forward, backward), trips):
+    for work, waits, begin, (there, back) in zip(own, waiting, start, trips):
         # A server begins what it waits for when the last of its homes has come to it.
         begun = begin.copy()
         np.maximum.at(begun, routes.server, begin[routes.home])
         ends.append(end_of_pass(routes, there, back, begin + work - begun, waits, begun))
-    return Both(*(end + (waves - 1) * WAVE_SECONDS * passes for end in ends))
+    return np.stack(ends) + (waves - 1) * WAVE_SECONDS * passes
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Seconds of one layer for one part, forward and backward."""
+
+    non_attention: Floats
+    """[2, trainers]: with the recompute in backward."""
+    own: Floats
+    """[2, trainers]: tasks that trainers run themselves."""
+    served: Floats
+    """[2, servers]: tasks that servers run."""
+    out: tuple[float, float]
+    """Until what servers wait for has arrived."""
+    back: tuple[float, float]
+    """Until what they found has arrived."""
+    waves: int = 1
+    """In how many equal parts it goes out, is served and comes back."""
+
+
+def alternating_seconds(parts: list[Part], layers: int, before: float, backward: bool) -> float:
+    """Seconds of all layers, forward or backward, when trainers are done; one part alone has nothing beside it.
+
+    Trainers go at their own pace from one meeting to the next: a part of a layer is home when the last server and the
+    last trainer that ran tasks of it are done, and a trainer with less besides runs more of them. Backward is the
+    mirror: a trainer runs its own tasks of a part as soon as that is sent, and the last part comes first.
+
+    `before`: of what is not attention in a part's layer, the share that lies before its attention.
+    """
+    first = 1.0 - before if backward else before
+    numbers = range(len(parts))[::-1] if backward else range(len(parts))
+    now = np.zeros(parts[0].own.shape[1])
+    free = np.zeros(parts[0].served.shape[1])  # when each server is done with what reached it, in that order
+    home = [0.0] * len(parts)  # when results of each part are there
+    for layer in range(layers + 1):
+        for number in numbers:
+            part = parts[number]
+            other, own, served = (one[int(backward)] for one in (part.non_attention, part.own, part.served))
+            if layer:
+                if not backward:
+                    now = now + own
+                    home[number] = max(home[number], float(now.max()))
+                now = np.maximum(now, home[number])
+            now = now + other * (first if not layer else 1.0 - first if layer == layers else 1.0)
+            if layer == layers:
+                continue
+            # The part leaves trainers: servers run each wave of it when all of that is there.
+            home[number] = 0.0
+            for wave in range(part.waves):
+                begun = np.maximum(free, now.max() + part.out[backward] * (wave + 1) / part.waves)
+                free = begun + served / part.waves + (WAVE_SECONDS if wave else 0.0)
+                home[number] = max(home[number], float(free.max(initial=0.0))) + part.back[backward] / part.waves
+            if backward:
+                now = now + own
+                home[number] = max(home[number], float(now.max()))
+    return float(now.max())

@@ -18,14 +18,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from deepspeed_cad.config import is_number, read_json
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints
 
+Size = TypeVar("Size", float, npt.NDArray[np.float64])
+"""Bytes, or seconds; of arrays each element for itself."""
 SHIPPED = Path(__file__).parent / "machines"
 PUBLISHED = ("flops", "attention", "bandwidth", "memory", "nvlink", "port")
 """Names of published figures; `flops` and `attention` are dense operations a second in bf16, the last two one way."""
@@ -153,32 +156,30 @@ class Cluster:
             return np.repeat(np.arange(len(self.sizes)), self.sizes)
         return np.arange(self.ranks, dtype=np.int64) // self.per_host
 
-    def on_one_host(self, group: int, stride: int = 1) -> int:
+    def on_one_host(self, group: int, stride: int) -> int:
         """Members of a group that share a host."""
         return max(1, min(group, self.per_host // stride))
 
-    def gather(self, size: float, group: int, stride: int = 1) -> float:
+    def gather(self, size: Size, group: int, stride: int = 1) -> Size:
         """Seconds of an all-gather after which every member has `size` bytes; a reduce-scatter of them takes as long.
 
         Hosts pass each part on once: what comes from other hosts is shared between the links of a host.
         """
         if group < 2:
-            return 0.0
+            return 0.0 * size
         here = self.on_one_host(group, stride)
         hosts = -(-group // here)
-        inside = size * (here - 1) / here / self.machine.collective
-        between = size * (hosts - 1) / hosts / (here * (self.collective_between or self.machine.between))
-        return max(inside, between) + self.machine.latency
+        inside = (here - 1) / here / self.machine.collective
+        between = (hosts - 1) / hosts / (here * (self.collective_between or self.machine.between))
+        return size * max(inside, between) + self.machine.latency
 
-    def all_to_all(self, size: float, group: int, stride: int = 1) -> float:
+    def all_to_all(self, size: Size, group: int, stride: int = 1) -> Size:
         """Seconds of an all-to-all of buffers of `size` bytes: packed, then moved; both kinds of links work at once."""
         if group < 2:
-            return 0.0
-        here = self.on_one_host(group, stride)
-        inside = size * (here - 1) / group / self.machine.collective
-        between = size * (group - here) / group / (self.collective_between or self.machine.between)
-        packing = size * (group - 1) / group * self.machine.packing
-        return max(inside, between) + packing + self.machine.latency
+            return 0.0 * size
+        inside, between = self.shares(group, stride)
+        links = inside / self.machine.collective, between / (self.collective_between or self.machine.between)
+        return size * (max(links) + (group - 1) / group * self.machine.packing) + self.machine.latency
 
     def shares(self, group: int, stride: int = 1) -> tuple[float, float]:
         """Of what a member of a group sends to all, the shares that stay on its host and that leave it."""

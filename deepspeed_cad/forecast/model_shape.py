@@ -1,8 +1,11 @@
-"""What of a model decides how much of a step is attention."""
+"""What of a model decides how much of a step is attention, and the seconds of all else in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed_cad.forecast.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,6 @@ class StateLayers:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides how much of a step is attention."""
-
     layers: int = 32
     hidden: int = 4096
     intermediate: int = 14336
@@ -76,3 +77,56 @@ SHAPES = {
     ),
 }  # fmt: skip
 """Usual sizes by name."""
+
+
+# Work outside core attention. Matrix products are counted in floating-point operations, everything else in passes over
+# memory as eager kernels of transformers make them: bytes per element in bf16, read and written, with fp32 where the
+# model goes there; in forward and in backward.
+
+NORM = (36, 60)
+"""Per element of the hidden size: RMSNorm goes to fp32 and back in six kernels."""
+ROTATION = (18, 24)
+"""Per element of Q and K: rotary positions."""
+ACTIVATION = (10, 18)
+"""Per element of the width of the MLP: SiLU and the product with the other half."""
+RESIDUAL = (12, 12)
+"""Per element of the hidden size: two sums."""
+STATE = (169, 338)
+"""Per element that a recurrent kernel takes or gives of a token: convolution, kernel, gates and norm of a delta net.
+From one run, the step without attention (benchmarks/results/h200x2/hybrid_prolong_64k_2r_b064ed1.json:
+flash-linear-attention, no causal-conv1d); that backward takes twice as long as forward is assumed."""
+LOSS = 40
+"""Per logit: a cross entropy over pieces of rows, in fp32."""
+WHOLE_LOSS = 60
+"""The same where all logits of a micro-batch are there at once, as in the last stage of a pipeline: to fp32,
+log-softmax, its gradient, that of leaving out the last row, and back."""
+
+
+class Work(NamedTuple):
+    """Seconds per token on one rank of a tensor-parallel group."""
+
+    forward: float
+    """One layer; of a hybrid in the mean."""
+    backward: float
+    """The same, without a recompute."""
+    loss: float
+    """Head and loss, forward and backward."""
+
+
+def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1, whole_loss: bool = False) -> Work:
+    """Linear layers shared by `tensor` ranks, norms too (as with sequence parallelism inside the group)."""
+    turned = model.head_dim * (model.heads + model.kv_heads) * model.attending / model.layers
+    state = model.state
+    carried = 0.0 if state is None else (state.taken + state.given) * state.count / model.layers
+    forward, backward = (
+        model.hidden * (2 * norm + residual) + turned * rotation + model.intermediate * activation + carried * step
+        for norm, residual, rotation, activation, step in zip(NORM, RESIDUAL, ROTATION, ACTIVATION, STATE)
+    )
+    product = 2.0 * model.layer_parameters / machine.matrix_flops
+    logits = (WHOLE_LOSS if whole_loss else LOSS) * model.vocabulary / machine.memory_rate
+    loss = 6.0 * model.hidden * model.vocabulary / machine.matrix_flops + logits
+    return Work(
+        (product + forward / machine.memory_rate) / tensor,
+        (2.0 * product + backward / machine.memory_rate) / tensor,
+        loss / tensor,
+    )

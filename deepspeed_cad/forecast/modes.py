@@ -12,7 +12,8 @@ In: a setting and the layouts of a step's micro-batches, one row per seat. Out: 
     none         no attention at all
 
 `kept`: the recompute of activation checkpointing finds attention's output and does not attend; what `ulysses`
-and `gathered` send again then is hidden. As modes dp:kept and ulysses:kept of the training benchmark.
+and `gathered` send again then is hidden. As modes dp:kept and ulysses:kept of the training benchmark. `joined`: the
+rows of a group are one micro-batch, not one after the other.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from deepspeed_cad.forecast.attention_seconds import Both, Floats, document_lengths, of_documents, of_pieces
+from deepspeed_cad.forecast.attention_seconds import Floats, document_lengths, of_documents, of_pieces, summed
 from deepspeed_cad.forecast.bytes_held import activation_bytes, state_bytes
-from deepspeed_cad.forecast.schedule import finish, for_each, ulysses_bytes
+from deepspeed_cad.forecast.schedule import (
+    compose,
+    meets_at_the_end,
+    non_attention,
+    one_forward_one_backward,
+    ulysses_bytes,
+)
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.forecast.step import Foreseen
+from deepspeed_cad.forecast.step import Foreseen, Seconds
 from deepspeed_cad.layout import Layout
 
 MOST_GATHERED = 64
@@ -45,46 +52,42 @@ def plain(setting: Setting, step: Step, kept: bool = False) -> Foreseen:
 def without_attention(setting: Setting, step: Step) -> Foreseen:
     """All but attention: mode bound_qkv of the training benchmark."""
     tokens = np.array([layout.tokens for layout in step], np.float64)
-    return _foresee(setting, "none", tokens, _nothing(tokens), False)
+    return _foresee(setting, "none", tokens, np.zeros((2, *tokens.shape)), False)
 
 
 def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kept: bool = False) -> Foreseen:
-    """See the module. `joined`: the rows of a group are one micro-batch, not one after the other."""
+    """See the module."""
     tokens, attention = _rows(setting, step, degree, joined, lambda layout: of_documents(layout, setting.cost))
     size = tokens * ulysses_bytes(setting.shape, degree)
-    once = for_each(size, lambda one: setting.cluster.all_to_all(one, degree, setting.tensor)) * setting.attending
-    moved = _moved(setting, size, degree)
-    return _foresee(setting, "ulysses", tokens, attention, kept, degree, Both(once, once), moved)
+    once = setting.cluster.all_to_all(size, degree, setting.tensor) * setting.attending
+    return _foresee(setting, "ulysses", tokens, attention, kept, degree, np.stack([once, once]), size)
 
 
 def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kept: bool = False) -> Foreseen:
-    """See the module. `joined`: the rows of a group are one micro-batch."""
+    """See the module."""
 
-    def attend(layout: Layout) -> Both:
+    def attend(layout: Layout) -> Floats:
         first = np.full(layout.documents, layout.ranks, np.int64)
         np.minimum.at(first, layout.segments.document, layout.segments.rank)
-        return of_pieces(document_lengths(layout), setting.cost, degree).summed(first, layout.ranks)
+        return summed(of_pieces(document_lengths(layout), setting.cost, degree), first, layout.ranks)
 
     tokens, attention = _rows(setting, step, degree, joined, attend)
-    exchange, moved, held = _gather_keys(setting, tokens, degree)
-    return _foresee(setting, "gathered", tokens, attention, kept, degree, exchange, moved, held)
+    return _foresee(setting, "gathered", tokens, attention, kept, degree, *_gather_keys(setting, tokens, degree))
 
 
 def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> Foreseen:
     """See the module: the least that any such packing reaches. Tokens count as equal, which is generous."""
     lengths = np.concatenate([document_lengths(layout) for layout in step])
     each = of_pieces(lengths, setting.cost, degree)
-    count, share = len(step), each.total / degree
+    count, share = len(step), each.sum(0) / degree
     # Attention of a group's micro-batch: the mean, or all of the longest document.
     fair, longest = float(share.sum()) / (setting.seats // degree * count), int(share.argmax())
     worst = max(fair, float(share[longest]))
-    of_worst = slice(longest, longest + 1) if worst > fair else slice(None)
-    forward = float(each.forward[of_worst].sum() / each.total[of_worst].sum())
-    slow = np.full((count, 1), worst)
+    of_worst = each[:, longest] if worst > fair else each.sum(1)
+    attention = np.multiply.outer(of_worst / of_worst.sum() * worst, np.ones((count, 1)))
     tokens = np.full((count, 1), sum(float(layout.tokens.sum()) for layout in step) / (setting.seats * count))
-    exchange, moved, held = _gather_keys(setting, tokens, degree)
-    attention = Both(slow * forward, slow * (1.0 - forward))
-    found = _foresee(setting, "packed", tokens, attention, kept, degree, exchange, moved, held)
+    keys = _gather_keys(setting, tokens, degree)
+    found = _foresee(setting, "packed", tokens, attention, kept, degree, *keys)
     # The mean rank has that share of the slowest one's attention; for the rest it waits.
     spare = found.seconds.attention * (1.0 - fair / worst)
     attended, waited = found.seconds.attention - spare, found.seconds.waiting + spare
@@ -109,68 +112,82 @@ def _foresee(
     setting: Setting,
     mode: str,
     tokens: Floats,
-    attention: Both,
+    attention: Floats,
     kept: bool,
     degree: int = 1,
-    exchange: Both | None = None,
-    moved: Floats = np.zeros(2),  # noqa: B008
+    exchange: Floats | None = None,
+    sent: Floats | None = None,
     held: float = 0.0,
 ) -> Foreseen:
-    """The step of these rows ([micro-batches, groups]).
+    """The step that groups of seats make of micro-batches, one after the other.
 
-    `attention`: of one head group in one layer, run once; `exchange`: sent once; `held`: bytes besides activations.
+    Args:
+        setting: model, cluster, how it is trained.
+        mode: its name.
+        tokens: [micro-batches, groups] of a micro-batch at one seat.
+        attention: [2, micro-batches, groups] seconds of one head group in one layer, run once.
+        kept: whether its recompute does not attend.
+        degree: seats of a group.
+        exchange: [2, micro-batches, groups] seconds of exchanges that nothing hides, of all layers, sent once.
+        sent: [micro-batches, groups] bytes of a layer's exchange.
+        held: bytes besides activations.
     """
     # All groups, the layers of a stage, and kernels in training.
-    attention = attention * (setting.shape.groups * setting.attending * setting.machine.in_training)
+    kernels = attention * (setting.shape.groups * setting.attending * setting.machine.in_training)
+    attended = setting.in_pass(kernels, kept)
+    exposed = setting.in_pass(np.zeros_like(attention) if exchange is None else exchange, kept)
+    times = 1 if setting.forward_only else 3 if setting.checkpointing else 2
+    moved = 0.0 if sent is None else float(sent.sum(0).mean()) * setting.attending * times
     own = replace(setting, keep="device", recompute_attention=False)  # which say what CAD keeps
     in_flight = min(own.pipeline, len(tokens)), 1
-    peak = state_bytes(own, own.seats) + activation_bytes(own, float(tokens.max()), in_flight, kept) + held
-    attended, sent = (
-        setting.in_pass(one, kept) for one in (attention, _nothing(tokens) if exchange is None else exchange)
+    other = non_attention(setting, tokens)
+    each = other.each + attended + exposed
+    if setting.pipeline > 1:
+        ran = one_forward_one_backward(each, setting.pipeline, other.loss).max()
+    elif meets_at_the_end(setting):
+        ran = each.sum((0, 1)).max()
+    else:
+        ran = each.sum(0).max(1).sum()
+    parts = other.layers.sum(0) + other.loss / setting.pipeline, attended.sum(0), exposed.sum(0), other.tensor.sum(0)
+    return compose(
+        setting,
+        f"{mode} kept" if kept else mode,
+        float(ran),
+        Seconds(*(float(part.sum(0).mean()) for part in parts)),
+        len(tokens),
+        float(tokens.sum()) * setting.seats / tokens.shape[1],
+        moved * np.array(setting.cluster.shares(degree, setting.tensor)),
+        peak=state_bytes(own, own.seats) + activation_bytes(own, float(tokens.max()), in_flight, kept) + held,
+        degree=degree,
     )
-    name = f"{mode} kept" if kept else mode
-    return finish(setting, name, tokens, attended, sent, moved, peak=peak, degree=degree)
 
 
 def _rows(
-    setting: Setting, step: Step, degree: int, joined: bool, attend: Callable[[Layout], Both]
-) -> tuple[Floats, Both]:
-    """Rows of each group, split over its seats: tokens and attention, [micro-batches, groups].
+    setting: Setting, step: Step, degree: int, joined: bool, attend: Callable[[Layout], Floats]
+) -> tuple[Floats, Floats]:
+    """Rows of each group, split over its seats: tokens and attention, [micro-batches, groups] and [2, …].
 
-    A stream whose documents span ranks is one row of all its seats. `attend`: [seats] seconds of their rows.
+    A stream whose documents span ranks is one row of all its seats. `attend`: [2, seats] seconds of their rows.
     """
     parts = []
     for layout in step:
-        by_row = attend(layout)
-        rows = np.stack([layout.tokens.astype(np.float64), by_row.forward, by_row.backward])
+        rows = np.stack([layout.tokens.astype(np.float64), *attend(layout)])
         folded = rows.reshape(3, setting.seats // degree, degree)
         if degree > 1 and (joined or bool((layout.segments.begin > 0).any())):
             folded = folded.sum(2, keepdims=True)
         parts.append(folded.transpose(0, 2, 1) / degree)
-    tokens, forward, backward = np.concatenate(parts, axis=1)
-    return tokens, Both(forward, backward)
+    found = np.concatenate(parts, axis=1)
+    return found[0], found[1:]
 
 
-def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Both, Floats, float]:
+def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats | None, Floats | None, float]:
     """Seconds and bytes of gathering K and V of a row, and of scattering their gradients; and what is held of them:
     gathered, picked out for two runs, and the gradients of both."""
     if degree == 1:
-        return _nothing(tokens), np.zeros(2), 0.0
+        return None, None, 0.0
     size = tokens * degree * (2.0 * setting.shape.groups * setting.shape.head_dim * setting.shape.bytes_per_element)
-    gather = for_each(size, lambda one: setting.cluster.gather(one, degree, setting.tensor))
+    gather = setting.cluster.gather(size, degree, setting.tensor)
     # Head and tail pieces read one and a half times the row, out of what was gathered.
     copies = 1.5 * 2.0 * size / setting.machine.memory_rate
-    exchange = Both((gather + copies) * setting.attending, (gather + 2.0 * copies) * setting.attending)
-    return exchange, _moved(setting, size, degree), 4.0 * float(size.max())
-
-
-def _moved(setting: Setting, size: Floats, degree: int) -> Floats:
-    """[2] bytes that a rank sends of buffers of `size` bytes, inside its host and to others."""
-    times = 1 if setting.forward_only else 3 if setting.checkpointing else 2
-    return (
-        float(size.sum(0).mean()) * setting.attending * times * np.array(setting.cluster.shares(degree, setting.tensor))
-    )
-
-
-def _nothing(tokens: Floats) -> Both:
-    return Both(np.zeros_like(tokens), np.zeros_like(tokens))
+    exchange = np.stack([gather + copies, gather + 2.0 * copies]) * setting.attending
+    return exchange, size, 4.0 * float(size.max())

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.attention_seconds import Both, Floats, of_tasks
+from deepspeed_cad.forecast.attention_seconds import Floats, of_documents, of_tasks
 from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
 from deepspeed_cad.forecast.exchanges import (
+    Part,
+    alternating_seconds,
     end_of_passes,
     flows_of,
     link_seconds,
@@ -30,13 +31,11 @@ from deepspeed_cad.forecast.exchanges import (
     read_others,
     trip_seconds,
 )
-from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
-from deepspeed_cad.forecast.non_attention_seconds import before_attention
+from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.forecast.step import Foreseen, Seconds
-from deepspeed_cad.forecast.steps import deal_out
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
@@ -62,24 +61,25 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
     stages, most = setting.pipeline, float(max(layout.tokens.max() for layout in step))
     rounds = Rounds(stages, len(step))
     in_flight = rounds.in_flight(0), rounds.in_flight(stages - 1)
-    met, peak, moved, state_moved = [], 0.0, np.zeros(2), np.zeros(2)
+    again = RECOMPUTED if setting.checkpointing and setting.recompute_attention else 1.0
+    met, plans, peak, moved = [], [], 0.0, np.zeros(2)
     for layout in _ticks(rounds, step):
-        ran, seconds, flows = _meet(setting, layout)
-        travel = find_travel(setting, layout)
-        if travel is not None:
-            waited = float(travel.seconds.total)
-            ran += waited + float(travel.late.total)
-            seconds = seconds._replace(exchange=seconds.exchange + waited)
-            state_moved += travel.moved
-        met.append((ran, *seconds))
-        moved += moved_bytes(flows, not setting.forward_only)
+        plan = plan_in_place(setting, layout)
+        plans.append(plan)
+        ran, seconds, flows = _meet(setting, layout, plan)
+        moved += moved_bytes(flows, not setting.forward_only) * (setting.attending * again / stages)
         # In pipelines another rank runs the backward of what it serves: servers keep nothing.
         held = landing_bytes(setting, flows, with_outputs=stages > 1) + (served_bytes(setting, flows) * (stages == 1))
+        travel = find_travel(setting, layout)
+        if travel is not None:
+            ran += travel.seconds + travel.late
+            seconds = seconds._replace(exchange=seconds.exchange + travel.seconds)
+            moved += travel.moved
+            held += travel.held
+        met.append((ran, *seconds))
         tokens = most if stages > 1 else float(layout.tokens.max())
-        held += 0.0 if travel is None else travel.held
         peak = max(peak, held + activation_bytes(setting, tokens, in_flight, kept=True))
     ran, *parts = map(float, np.sum(met, 0))
-    again = RECOMPUTED if setting.checkpointing and setting.recompute_attention else 1.0
     return compose(
         setting,
         "cad",
@@ -87,9 +87,10 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
         Seconds(*parts),
         len(step),
         float(sum(layout.tokens.sum() for layout in step)),
-        moved * (setting.attending * again / (stages * setting.seats)) + state_moved / setting.seats,
+        moved / setting.seats,
         peak=peak + state_bytes(setting, setting.seats),
         variant=variant,
+        plans=(plans[min(stages, len(step)) - 1],),
     )
 
 
@@ -118,46 +119,39 @@ def _side_by_side(layouts: list[Layout]) -> Layout:
     return Layout(ranks, Segments(*(np.concatenate(column) for column in zip(*columns))), tokens)
 
 
-def _meet(setting: Setting, layout: Layout) -> tuple[float, Seconds, Flows]:
+def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
-    hosts, ranks, layers = setting.all_hosts, layout.ranks, setting.attending
-    plan = setting.made[id(layout)][1] if id(layout) in setting.made else plan_in_place(setting, layout)
-    flows = flows_of(plan, layout.tick())
+    layers, flows = setting.attending, flows_of(plan, layout.tick())
     again = setting.checkpointing and setting.recompute_attention
-    alone = _task_seconds(setting, plan.tasks, ranks)
-    waiting = _task_seconds(setting, plan.tasks[read_others(plan.tasks, layout.segments)], ranks)
+    alone = _task_seconds(setting, plan.tasks, layout.ranks)
+    waiting = _task_seconds(setting, plan.tasks[read_others(plan.tasks, layout.segments)], layout.ranks)
     other = non_attention(setting, layout.tokens.astype(np.float64))
-    # In the reverse order of stages the last one, with head and loss, is where the first is.
-    loss = np.where(np.arange(ranks) < setting.seats, other.loss, 0.0)
-    start = other.each + Both(0.0 * loss, loss)  # of pipelines, which run no forward alone
+    # In the reverse order of stages the last one, with head and loss, is where the first is. Pipelines run no forward
+    # alone.
+    loss = np.where(np.arange(layout.ranks) < setting.seats, other.loss, 0.0)
+    start = other.each + np.stack([0.0 * loss, loss])
     links = layers / np.array([setting.machine.copies, setting.machine.between])
-    work = setting.in_pass(alone, kept=not again)
 
-    def ends(links: Floats, waves: int, start: Both) -> Both:
-        return end_of_passes(flows, hosts, alone, waiting, start, links, waves, layers)
+    def ends(links: Floats, waves: int) -> Floats:
+        of_pass = (links, waves, layers)
+        found = end_of_passes(flows, setting.hosts, alone, waiting, start, *of_pass)
+        if again:
+            # What runs again is another pass like the forward, to which all come together.
+            found[1] += end_of_passes(flows, setting.hosts, alone, waiting, 0.0 * start, *of_pass)[0]
+        return found
 
-    ended, instant = ends(links, plan.waves, start), ends(0.0 * links, 1, start)
-    if again:
-        # What runs again is another pass like the forward, to which all come together.
-        together = Both(0.0 * loss, 0.0 * loss)
-        ended, instant = (
-            Both(found.forward, found.backward + ends(link, waves, together).forward)
-            for found, link, waves in ((ended, links, plan.waves), (instant, 0.0 * links, 1))
-        )
     ran = exposed = 0.0
-    for begin, end, best in (
-        (start.forward, ended.forward, instant.forward),
-        (start.backward, ended.backward, instant.backward),
-    )[: 1 if setting.forward_only else 2]:
+    for begin, end, best in list(zip(start, ends(links, plan.waves), ends(0.0 * links, 1)))[: 2 - setting.forward_only]:
         if setting.overlap == "pingpong":
             # One part moves while the other runs what is not attention.
             end = np.maximum(best, end - begin.max())
         took = float(end.max()) + _latency(setting) / 2
         ran += took + UNEVEN * float(begin.max())
         exposed += max(0.0, took - float(best.max()))
-    layer_seconds = float((other.layers.total + loss).mean())
-    mean = Seconds(layer_seconds, float(work.total.mean()), exposed, float(other.tensor.total.mean()))
-    return ran, mean, flows
+    work = setting.in_pass(alone, kept=not again)
+    parts = other.layers.sum(0) + loss, work.sum(0), other.tensor.sum(0)
+    linear, attention, tensor = (float(part.mean()) for part in parts)
+    return ran, Seconds(linear, attention, exposed, tensor), flows
 
 
 def plan_in_place(setting: Setting, layout: Layout) -> Plan:
@@ -167,18 +161,15 @@ def plan_in_place(setting: Setting, layout: Layout) -> Plan:
     """
     tick, begin = layout.tick(), None
     if setting.pipeline == 1 and not setting.recompute_attention and setting.believed is None:
-        seconds = np.full(layout.ranks, float(_one_layer(setting).total[0]))
+        seconds = np.full(layout.ranks, float(_one_layer(setting).sum()))
         begin = begin_in_place(seconds, tick, _planned_cost(setting), setting.shape.groups, None)
-    return make_plan(question(setting, tick, begin, waves=(1,) if setting.all_hosts is None else setting.waves))
+    return make_plan(question(setting, tick, begin, waves=(1,) if setting.hosts is None else setting.waves))
 
 
-def _one_layer(setting: Setting) -> Both:
-    """[1] seconds per token of what is not attention in one layer, without head and loss."""
+def _one_layer(setting: Setting) -> Floats:
+    """[2] seconds per token of what is not attention in one layer, without head and loss."""
     other = non_attention(setting, np.ones(1))
-    each = other.layers + other.tensor
-    head = setting.head * (setting.pipeline == 1)
-    forward, backward = each.forward - head.forward, each.backward - head.backward
-    return Both(forward / setting.attending, backward / setting.attending)
+    return ((other.layers + other.tensor)[:, 0] - setting.head * (setting.pipeline == 1)) / setting.attending
 
 
 def question(setting: Setting, tick: Tick, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)) -> PlanInput:
@@ -189,7 +180,7 @@ def question(setting: Setting, tick: Tick, base_load: Floats | None = None, wave
         _planned_cost(setting),
         tolerance=setting.tolerance,
         base_load=base_load,
-        hosts=setting.all_hosts,
+        hosts=setting.hosts,
         waves=waves,
         backward=not setting.forward_only,
     )
@@ -203,12 +194,8 @@ def _planned_cost(setting: Setting) -> CostModel:
 def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen:
     """See the module. The last `servers` seats hold no model; the rows that they would have trained are left out."""
     trainers = setting.seats - servers
-    if not 0 < servers < setting.seats:
-        raise CADConfigError(
-            f"{servers} servers of {setting.seats} seats: expected at least one server and one trainer"
-        )
-    if setting.pipeline > 1:
-        raise CADConfigError("reserved servers together with pipeline stages cannot be foreseen; leave one of them out")
+    # Servers park nothing.
+    at_servers = replace(setting, keep="device")
     met, peak, moved, trained = [], 0.0, np.zeros(2), 0.0
     for layout in deal_out(setting, step, trainers):
         rows = layout.segments.select(layout.segments.rank < trainers)
@@ -217,20 +204,13 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         other = non_attention(setting, tokens)
         found = _alternate(setting, own, trainers) if alternates(setting) else _in_turn(setting, own)
         exchange = found.exchange + _latency(setting)
-        attention = float(found.attention.mean())
-        met.append(
-            (
-                found.ran + exchange + 2 * UNEVEN * float(other.each.total.max()),
-                float(other.layers.total.mean()),
-                attention,
-                exchange,
-                float(other.tensor.total.mean()),
-            )
+        ran = found.ran + exchange + 2 * UNEVEN * float(other.each.sum(0).max())
+        linear, attention, tensor = (
+            float(one.mean()) for one in (other.layers.sum(0), found.attention, other.tensor.sum(0))
         )
+        met.append((ran, linear, attention, exchange, tensor))
         moved += sum(moved_bytes(one) for one in found.flows)
         trained += float(tokens.sum())
-        # Servers park nothing.
-        at_servers = replace(setting, keep="device")
         held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in found.flows)
         peak = max(peak, held + activation_bytes(setting, float(tokens.max()), kept=True, waiting=found.waiting))
     ran, *parts = map(float, np.sum(met, 0))
@@ -271,7 +251,7 @@ def _in_turn(setting: Setting, rows: Layout) -> _Met:
     """Servers wait while trainers run what is not attention, and trainers while servers attend."""
     plan = make_plan(question(setting, rows.tick()))
     flows = flows_of(plan, rows.tick())
-    work = _task_seconds(setting, plan.tasks, setting.seats).total
+    work = _task_seconds(setting, plan.tasks, setting.seats).sum(0)
     sent, received, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
     forward = np.maximum(received + home, sent + back)
     backward = np.maximum(received + back + sent, sent + home + received)
@@ -279,13 +259,13 @@ def _in_turn(setting: Setting, rows: Layout) -> _Met:
     other = non_attention(setting, rows.tokens.astype(np.float64))
     attended = float(work.max())
     exposed = max(0.0, float(transfer.max()) - attended)
-    return _Met(attended + float((other.layers + other.tensor).total.max()), exposed, work, [flows])
+    return _Met(attended + float((other.layers + other.tensor).sum(0).max()), exposed, work, [flows])
 
 
 def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
     """Two parts, cut and planned as training does it, or one where documents span trainers."""
-    each, loss, seats = _one_layer(setting), setting.work.loss, setting.seats
-    per_token = float(each.total[0])
+    each, seats, layers, model = _one_layer(setting), setting.seats, setting.attending, setting.model
+    per_token, only_serve = float(each.sum()), np.arange(seats) >= trainers
     kinds = [PlanLayers(setting.cost, None, setting.shape.groups)]
     cut = choose_interleaved_cut(rows, np.ones(seats, np.int64), kinds, seats - trainers, per_token, trainers)
     ticks = (rows.tick(),) if cut is None else rows.cut(cut)
@@ -296,38 +276,34 @@ def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
     for tick in ticks:
         asked = question(setting, tick, (rows.tokens - tick.query_tokens) * per_row)
         if cut is not None:
-            left, servers_only = whole - _attention(setting, tick.query), np.arange(seats) >= trainers
-            turns = alternate(left, tick.query_tokens * per_row, np.ones(seats), servers_only)
+            left = whole - _attention(setting, tick.query)
+            turns = alternate(left, tick.query_tokens * per_row, np.ones(seats), only_serve)
             asked = replace(asked, alternation=turns, waves=WAVES_IN_TURN)
         plan = make_plan(asked)
         flows.append(flows_of(plan, tick))
         work = _task_seconds(setting, plan.tasks, seats)
-        attention += work.total
-        tokens = tick.query_tokens[:trainers]
-        beside = Both(tokens * each.forward, tokens * each.backward)
-        own, served = (
-            Both(work.forward[who], work.backward[who]) * (1.0 / setting.attending)
-            for who in (slice(trainers), slice(trainers, None))
-        )
+        attention += work.sum(0)
+        beside = np.multiply.outer(each, tick.query_tokens[:trainers])
+        own, served = work[:, :trainers] / layers, work[:, trainers:] / layers
         parts.append(Part(beside, own, served, *trip_seconds(setting.machine, flows[-1]), plan.waves))
-    before = before_attention(setting.model)
+    # Of a layer's linear part what lies before its attention: the projections to Q, K and V.
+    before = model.hidden * model.head_dim * (model.heads + 2 * model.kv_heads) / model.layer_parameters
     ran, hidden = (
-        forward_seconds(way, setting.attending, before)
-        + backward_seconds(way, setting.attending, before)
-        + float(rows.tokens.max()) * loss
+        sum(alternating_seconds(way, layers, before, backward) for backward in (False, True))
         for way in (parts, [replace(one, out=(0.0, 0.0), back=(0.0, 0.0)) for one in parts])
     )
     fullest = int(rows.tokens.argmax())
     waiting = 0.0 if cut is None else float(min(tick.query_tokens[fullest] for tick in ticks))
-    return _Met(hidden, max(0.0, ran - hidden), attention, flows, waiting)
+    return _Met(
+        hidden + float(rows.tokens.max()) * setting.work.loss, max(0.0, ran - hidden), attention, flows, waiting
+    )
 
 
-def even_servers(setting: Setting, tokens: float, attention: float) -> int:
-    """How many seats to reserve so that servers and trainers have equally much to do.
-
-    `attention`: seconds of a row of that many tokens, forward and backward, all layers.
-    """
-    other = float(non_attention(setting, np.array([tokens])).each.total[0])
+def even_servers(setting: Setting, layout: Layout) -> int:
+    """How many seats to reserve so that servers and trainers have equally much to do with rows like the mean one."""
+    attention = float(of_documents(layout, setting.cost).sum(0).mean()) * setting.shape.groups
+    attention *= setting.machine.in_training * setting.attending
+    other = float(non_attention(setting, layout.tokens.mean(keepdims=True)).each.sum())
     return min(setting.seats - 1, max(1, int(setting.seats * attention / (attention + other))))
 
 
@@ -336,8 +312,8 @@ def _attention(setting: Setting, rows: Segments) -> float:
     return float(setting.cost.of(rows.begin, rows.end).sum()) * setting.shape.groups
 
 
-def _task_seconds(setting: Setting, tasks: Ints, ranks: int) -> Both:
-    """[ranks]: tasks of a plan, in training, all layers of a stage."""
+def _task_seconds(setting: Setting, tasks: Ints, ranks: int) -> Floats:
+    """[2, ranks]: tasks of a plan, in training, all layers of a stage."""
     return of_tasks(tasks, setting.cost, ranks) * (setting.machine.in_training * setting.attending)
 
 

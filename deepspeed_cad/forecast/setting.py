@@ -7,25 +7,20 @@ context parallelism are both among seats.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.attention_seconds import Both
-from deepspeed_cad.forecast.compared import Run
+from deepspeed_cad.forecast.attention_seconds import Floats
 from deepspeed_cad.forecast.machine import Cluster, Machine
-from deepspeed_cad.forecast.model_shape import ModelShape
-from deepspeed_cad.forecast.non_attention_seconds import Work, work_per_token
-from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.forecast.model_shape import ModelShape, Work, work_per_token
+from deepspeed_cad.forecast.step import Run
+from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import TRAVELS, WAVES
-from deepspeed_cad.planner.plan import HeadShape, Plan
-
-Sharding = Literal["zero1", "zero2", "zero3", "fsdp"]
-Loss = Literal["chunked", "whole"]
+from deepspeed_cad.planner.plan import HeadShape
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Setting:
     pipeline: int = 1
     sequence: int = 1
     """Ranks that Ulysses divides each row among, inside whose attention modes run: `tensor` or this is 1."""
-    sharding: Sharding = "zero1"
+    sharding: Literal["zero1", "zero2", "zero3", "fsdp"] = "zero1"
     checkpointing: bool = True
     """Whether layers are recomputed in backward."""
     recompute_attention: bool = False
@@ -61,9 +56,7 @@ class Setting:
     as often, as a trainer of rollouts asks for log-probabilities, values or rewards."""
     forward_only: bool = False
     """Whether this is one of them."""
-    made: Mapping[int, tuple[Layout, Plan]] = field(default_factory=dict, compare=False, repr=False)
-    """Plans in place that were made already, each with its layout, by the layout's `id`."""
-    loss: Loss = "chunked"
+    loss: Literal["chunked", "whole"] = "chunked"
     """Whether the logits of a row are there at once, in fp32, as transformers' own loss has them. The last stage of a
     pipeline always has them so."""
     offload_optimizer: bool = False
@@ -77,23 +70,14 @@ class Setting:
     def __post_init__(self) -> None:
         """Raise CADConfigError for what cannot be; put the links' speeds into the cost, which plans heed."""
         check_split(self.model, self.cluster.ranks, self.tensor, self.pipeline, self.sequence)
-        if self.sharding not in get_args(Sharding):
-            raise CADConfigError(f"sharding is {self.sharding!r}; expected one of {', '.join(get_args(Sharding))}")
         if self.pipeline > 1 and self.sharding != "zero1":
             raise CADConfigError(
                 f"sharding is {self.sharding!r} with {self.pipeline} pipeline stages; expected zero1, as pipelines need"
             )
-        if self.keep == "host" and self.recompute_attention:
-            raise CADConfigError('keep is "host" with recompute_attention, with which attention keeps nothing')
-        if self.offload_optimizer and self.sharding == "fsdp":
-            raise CADConfigError("FSDP offloads weights with the optimizer, which is not foreseen; expected ZeRO")
         if self.pipeline > 1 and self.model.state is not None:
             raise CADConfigError("CAD refuses pipelines of models with layers that carry state; expected 1 stage")
-        if self.pipeline > 1 and (self.forwards or self.forward_only):
-            raise CADConfigError("passes without backward through pipeline stages cannot be foreseen; leave one out")
         if self.cost.unit != "seconds":
             raise CADConfigError(f"the cost {self.cost.name!r} is in {self.cost.unit}; expected a profile in seconds")
-
         inside, between = TRAVELS / self.machine.copies, TRAVELS / self.machine.between
         object.__setattr__(self, "cost", replace(self.cost, byte_inside=inside, byte_between=between))
 
@@ -137,22 +121,21 @@ class Setting:
         return work_per_token(self.model, self.machine, self.sharing, self.pipeline > 1 or self.loss == "whole")
 
     @property
-    def head(self) -> Both:
-        """Seconds per token of head and loss; of a forward alone a third: one of the head's three matrix products."""
-        nothing, loss = np.zeros(()), np.float64(self.work.loss)
-        return Both(loss / 3, nothing) if self.forward_only else Both(nothing, loss)
+    def head(self) -> Floats:
+        """[2] seconds per token of head and loss; of a forward alone one of the head's three matrix products."""
+        return np.array([self.work.loss / 3, 0.0] if self.forward_only else [0.0, self.work.loss])
 
-    def in_pass(self, work: Both, kept: bool = False) -> Both:
-        """What a pass runs of it: all, and the forward twice where checkpointing repeats what is not `kept`."""
-        if self.forward_only:
-            return Both(work.forward, 0.0 * work.backward)
-        return work.repeated(self.checkpointing and not kept)
+    def in_pass(self, seconds: Floats, kept: bool = False) -> Floats:
+        """What a pass runs of forward and backward, [2, …]: both, and the forward twice where checkpointing repeats
+        what is not `kept`."""
+        forward, backward = seconds
+        again = forward * (self.checkpointing and not kept)
+        return np.stack([forward, 0.0 * backward if self.forward_only else backward + again])
 
     @property
     def of_forward(self) -> Setting:
         """Of a pass without backward."""
-        changes: dict[str, Any] = {"forwards": 0, "recompute_attention": False, "optimizer": False, "made": {}}
-        return replace(self, forward_only=True, **changes)
+        return replace(self, forward_only=True, forwards=0, recompute_attention=False, optimizer=False)
 
     @property
     def seats_per_host(self) -> int:
@@ -161,24 +144,9 @@ class Setting:
 
     @property
     def hosts(self) -> Ints | None:
-        """Number of each seat's host; None where all share one."""
-        return self._hosts(self.seats)
-
-    @property
-    def all_hosts(self) -> Ints | None:
-        """The same for the seats of all pipeline stages, one stage behind the other."""
-        return self._hosts(self.seats * self.pipeline)
-
-    def _hosts(self, count: int) -> Ints | None:
-        hosts = self.cluster.hosts[:: self.sharing][:count]
+        """Number of each seat's host, of all pipeline stages one behind the other; None where all share one."""
+        hosts = self.cluster.hosts[:: self.sharing][: self.seats * self.pipeline]
         return hosts if (hosts != hosts[0]).any() else None
-
-    @property
-    def hop(self) -> tuple[float, float]:
-        """Seconds per token, and of nothing, from a pipeline stage to the next: activations, or their gradient."""
-        near = self.cluster.per_host >= self.cluster.ranks
-        size = 2.0 * self.model.hidden / self.tensor
-        return size / (self.machine.collective if near else self.machine.between), self.machine.latency
 
     @property
     def stage_parameters(self) -> float:

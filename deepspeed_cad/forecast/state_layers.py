@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_cad.forecast.attention_seconds import Both, Floats
+from deepspeed_cad.forecast.attention_seconds import Floats
 from deepspeed_cad.forecast.bytes_held import HEADROOM
 from deepspeed_cad.forecast.exchanges import link_seconds
-from deepspeed_cad.forecast.non_attention_seconds import STATE
+from deepspeed_cad.forecast.model_shape import STATE
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE
@@ -32,11 +32,13 @@ and rows before pieces, which are kept."""
 
 @dataclass(frozen=True)
 class Travel:
-    seconds: Both
-    """Of exchanges, copies for them included, where a rank waits; as often as layers run."""
-    late: Both
+    """Seconds are of a micro-batch, as often as layers run."""
+
+    seconds: float
+    """Of exchanges, copies for them included, where a rank waits."""
+    late: float
     """Of the kernels of the rank that runs most, beyond those of its own rows."""
-    own: Both
+    own: float
     """Of these layers without their MLPs on a rank's own rows of such documents."""
     moved: Floats
     """[2] bytes that all ranks send, inside hosts and between them, as often as layers run."""
@@ -44,7 +46,7 @@ class Travel:
     """Rows for which that rank runs kernels, of all heads, over the most that a rank holds."""
     held: float
     """Bytes on the fullest rank, beside what the layer holds without."""
-    gathered: Both
+    gathered: float
     """Seconds that the same layers would wait and work longer than on a rank's own rows if each gathered the rows of
     its documents and ran them whole, on each of their ranks."""
 
@@ -70,37 +72,30 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
         inside += held
         runs += held.sum() * share
         whole += held.sum() * there
-    taken, size, most = 2.0 * state.taken, 2.0 * (state.taken + state.given), float(layout.tokens.max())
-    copied = PASSES * size * float(inside.max()) / machine.memory_rate
-    once = state.count * (_slowest(setting, np.maximum(sent, received)) * size + copied)
+    size, most = 2.0 * (state.taken + state.given), float(layout.tokens.max())
+
+    def slowest(rows: Floats) -> float:
+        """Seconds of the busiest link for each byte of a row."""
+        return float(link_seconds(machine, rows).max())
+
+    def ran(forward: float, backward: float, kept: bool = False) -> float:
+        """In all of these layers."""
+        return state.count * float(setting.in_pass(np.array([forward, backward]), kept).sum())
+
+    once = slowest(np.maximum(sent, received)) * size + PASSES * size * float(inside.max()) / machine.memory_rate
     again, every = KERNELS if state.taken else (0, 1)
-    calls = setting.in_pass(_both(every, every + again * setting.checkpointing), kept=True)
-    kernel, layer = (
-        _both(
-            *(
-                state.count * (way * (size / 2.0) / machine.memory_rate + times * flops)
-                for way, times in zip(STATE, (1, 2))
-            )
-        )
-        for flops in (0.0, 2.0 * state.parameters / machine.matrix_flops)
-    )
+    calls = ran(every, every + again * setting.checkpointing, kept=True)
+    # Of a row: the kernel, and the whole layer without its MLP.
+    kernel = np.array(STATE) * (size / 2.0) / machine.memory_rate
+    layer = kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)
     extra, redone = (float((layout.tokens - inside + rows).max()) - most for rows in (runs, whole))
-    gather = state.count * 2.0 * setting.model.hidden * _slowest(setting, gathered)
+    gather = 2.0 * setting.model.hidden * slowest(gathered)
     return Travel(
-        setting.in_pass(_both(once, once)) + calls * (machine.latency * state.count),
-        setting.in_pass(kernel * max(0.0, extra)),
-        setting.in_pass(layer * float(inside.max())),
-        sent.sum(1) * (size * state.count * float(setting.in_pass(_both(1.0, 1.0)).total)),
+        ran(once, once) + calls * machine.latency,
+        ran(*kernel) * max(0.0, extra),
+        ran(*layer) * float(inside.max()),
+        sent.sum(1) * (size * ran(1.0, 1.0)),
         1.0 + max(0.0, extra) / most,
-        COPIES * taken * float(np.maximum(inside, runs).max()),
-        setting.in_pass(layer * redone + _both(gather, gather)),
+        COPIES * 2.0 * state.taken * float(np.maximum(inside, runs).max()),
+        ran(*layer) * redone + ran(gather, gather),
     )
-
-
-def _slowest(setting: Setting, rows: Floats) -> float:
-    """Seconds of the busiest link for each byte of a row."""
-    return float(link_seconds(setting.machine, rows).max())
-
-
-def _both(forward: float, backward: float) -> Both:
-    return Both(np.float64(forward), np.float64(backward))

@@ -1,16 +1,40 @@
-"""A foreseen step: where its seconds go, what it moves, what it holds.
+"""A foreseen step: where its seconds go, what it moves, what it holds; and how far predictions were off.
 
-In: what a mode found. Out: `Foreseen`, plain numbers that tables, pictures and JSON are made from.
+In: what a mode found; compared.json, which benchmarks/compared.py makes of the measured runs. Out: `Foreseen`, plain
+numbers that tables, pictures and JSON are made from; what a star, a ± and "fits" stand on.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed_cad.forecast.compared import MEMORY
+from deepspeed_cad.planner.plan import Plan
 
+COMPARED = Path(__file__).parent / "compared.json"
+
+
+class Run(NamedTuple):
+    """What runs that were compared with their predictions have in common."""
+
+    machine: str
+    mode: str
+    ranks: int
+    sharding: str
+    pipeline: int
+
+
+_found = json.loads(COMPARED.read_text(encoding="utf-8"))
+RUNS = frozenset(Run(*run) for run in _found["runs"])
+RATIO: float = _found["ratio"]
+"""How far a foreseen ratio of two modes in place was from the measured one, at most."""
+MEMORY: float = _found["memory"]
+"""The same of a GPU's peak memory."""
+SERVERS: tuple[float, float] = tuple(_found["servers"])
+"""Tokens/s of reserved servers over CAD in place, as measured: the least and the most."""
 OUTSIDE = 3.0 * 2**30
 """Bytes of a GPU that CUDA and NCCL take beside torch, assumed: a context of half a GiB, and communicators, of which
 users report 1.6 GB for the first and 0.5 to 0.7 GB for each further one (github.com/NVIDIA/nccl, issues 864, 964)."""
@@ -69,6 +93,8 @@ class Foreseen:
     """Floating-point operations of the model, a recompute not counted, over what the GPUs' data sheet has."""
     steps: tuple[float, ...] = ()
     """Seconds of each step."""
+    plans: tuple[Plan, ...] = ()
+    """Of CAD in place, of the first micro-batch of each step; in pipelines, of the first round of all stages."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,7 +116,7 @@ class Foreseen:
         return self.needed <= self.capacity
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
+        found = vars(self) | {
             "seconds": self.seconds._asdict(),
             "step_seconds": self.seconds.total,
             "tokens_per_second_per_gpu": self.tokens_per_second,
@@ -98,6 +124,8 @@ class Foreseen:
             "needed": self.needed,
             "fits": self.fits,
         }
+        del found["plans"]
+        return found
 
 
 def mean(found: Sequence[Foreseen]) -> Foreseen:
@@ -109,4 +137,5 @@ def mean(found: Sequence[Foreseen]) -> Foreseen:
         **{name: sum(getattr(one, name) for one in found) / count for name in ("tokens", "inside", "between")},
         peak=max(one.peak for one in found),
         steps=tuple(one.seconds.total for one in found),
+        plans=tuple(plan for one in found for plan in one.plans),
     )

@@ -20,8 +20,7 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.forecast.attention_seconds import Both
-from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.forecast.exchanges import Part, alternating_seconds
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.alternation import alternate
@@ -53,17 +52,18 @@ def end_of_tick(linear: float, own: float, served: float, out: float, back: floa
 def round_of(linear: float, own: float, served: float, out: float, back: float, waves: int, backward: bool) -> float:
     """What one more layer of two such parts takes in the simulator."""
 
-    def both(*seconds: float) -> Both:
-        return Both(np.array(seconds), np.array(seconds))
+    part = Part(*(np.full((2, 1), one) for one in (linear, own, served)), (out, out), (back, back), waves)
+    return one_more_layer(part, backward)
 
-    part = Part(both(linear), both(own), both(served), (out, out), (back, back), waves)
-    run = backward_seconds if backward else forward_seconds
-    return run([part, part], 41, 0.5) - run([part, part], 40, 0.5)
+
+def one_more_layer(part: Part, backward: bool) -> float:
+    more, less = (alternating_seconds([part, part], layers, 0.5, backward) for layers in (41, 40))
+    return more - less
 
 
 @pytest.fixture
 def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_cad.forecast.interleaved.WAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_cad.forecast.exchanges.WAVE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("waves_cost_nothing")
@@ -99,8 +99,8 @@ def test_how_late_results_may_come() -> None:
 def test_servers_begin_when_the_slowest_trainer_has_handed_over() -> None:
     """What a fast trainer moves has no more time than the slow one leaves: in a round it would show."""
     linear, own, served = np.array([1.0, 0.2]), np.array([0.0, 0.8]), np.array([1.0])
-    part = Part(Both(linear, linear), Both(own, own), Both(served, served), (0.4, 0.4), (0.4, 0.4))
-    took = (forward_seconds([part, part], 41, 0.5) - forward_seconds([part, part], 40, 0.5)) / 2
+    part = Part(*(np.stack([one, one]) for one in (linear, own, served)), (0.4, 0.4), (0.4, 0.4))
+    took = one_more_layer(part, False) / 2
     assert took == pytest.approx(1.4)
     servers = np.array([False, False, True])
     turns = alternate(1.8, np.append(linear, 0.0), np.array([1e-9, 0.8, 1.0]), servers)

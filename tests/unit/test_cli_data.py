@@ -19,7 +19,7 @@ from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.cli.data.lengths import BATCH
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.forecast.model_shape import SHAPES, StateLayers
-from deepspeed_cad.forecast.packing import TRL_BATCH, layouts, trl_rows
+from deepspeed_cad.forecast.packing import TRL_BATCH, Rows, layouts, trl_rows
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -350,12 +350,12 @@ def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dic
 
 def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
     lengths = list(range(64, 0, -1))
-    steps = list(layouts(lengths, 3, 64, "bfd"))
+    steps = list(layouts(lengths, 3, Rows(64, "bfd"), 3))
     rows = trl_rows(lengths, 64, "bfd")
     assert len(steps) == len(rows) // 3
     seen = [tuple(step.segments.end[step.segments.rank == rank].tolist()) for step in steps for rank in range(3)]
     assert set(seen) <= {tuple(row) for row in rows} and seen != [tuple(row) for row in rows[: len(seen)]]
-    assert len(list(layouts([64] * 7, 3, 64, "bfd"))) == 2
+    assert len(list(layouts([64] * 7, 3, Rows(64, "bfd"), 3))) == 2
 
 
 LLAMA = {

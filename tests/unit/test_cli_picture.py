@@ -48,12 +48,13 @@ def test_a_plan(figures: list[Any]) -> None:
     assert len(axes[2].lines) == 3, "borders between home ranks"
 
 
-def test_an_outlook(figures: list[Any]) -> None:
-    picture.draw_outlook("unused", [2.0, 3.0], [1.0, 1.1], [1.5, 1.75])
-    left, right = figures[0].axes
-    assert [line.get_ydata().tolist() for line in left.lines] == [[2.0, 3.0], [1.0, 1.1]]
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["without CAD", "with CAD"]
-    assert [bar.get_height() for bar in right.patches] == [1.5, 1.75]
+def test_how_even_steps_are(figures: list[Any]) -> None:
+    picture.draw_evenness(
+        [{"imbalance_before": 2.0, "imbalance": 1.0}, {"imbalance_before": 3.0, "imbalance": 1.1}], ""
+    )
+    (axis,) = figures[0].axes
+    assert [list(line.get_ydata()) for line in axis.lines] == [[2.0, 3.0], [1.0, 1.1]]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["without CAD", "with CAD"]
 
 
 def test_curves_have_gaps_where_nothing_can_be_said(figures: list[Any]) -> None:

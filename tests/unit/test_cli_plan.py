@@ -22,7 +22,7 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting
 from deepspeed_cad.forecast.model_shape import SHAPES
-from deepspeed_cad.forecast.steps import deal_out, lay
+from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.question import read_question
 
@@ -146,7 +146,12 @@ def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.C
 def test_documents_of_a_forecast_are_dealt_out(padded: bool, trainers: int | None) -> None:
     """Cut only in place, and where nothing is padded."""
     rows = [[900, 40], [30, 20], [500, 10], [70, 60]]
-    step = [lay(rows, padded), lay(rows[::-1], padded)]
+    step = [Layout.from_rank_lengths(one) for one in (rows, rows[::-1])]
+    if padded:
+        step = [
+            replace(one, tokens=np.array([max(row) * len(row) for row in of]))
+            for one, of in zip(step, (rows, rows[::-1]))
+        ]
     setting = Setting(SHAPES["llama-8b"], Cluster(4, 4, Machine.load("h200")), CostModel(unit="seconds", pair=1e-12))
     assert deal_out(setting, step, trainers) is step
     dealt = deal_out(replace(setting, deals=True), step, trainers)

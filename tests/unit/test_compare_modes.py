@@ -13,9 +13,8 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting
 from deepspeed_cad.forecast.compare import MODES, Comparison, choose, compare, label, recommend, say_need
-from deepspeed_cad.forecast.compared import PATH, RATIO, RUNS, SERVERS
 from deepspeed_cad.forecast.model_shape import ModelShape
-from deepspeed_cad.forecast.step import OUTSIDE
+from deepspeed_cad.forecast.step import COMPARED, OUTSIDE, RATIO, RUNS, SERVERS
 from deepspeed_cad.layout import Layout
 
 MODEL = ModelShape(layers=4, vocabulary=32000)
@@ -225,7 +224,7 @@ def test_only_what_was_compared_has_no_star() -> None:
 
 def test_what_plan_says_of_comparisons_is_what_was_compared() -> None:
     """Run `python benchmarks/compared.py` after new measurements or changes of the simulator."""
-    written, found = json.loads(PATH.read_text()), load_script("benchmarks/compared.py").find()
+    written, found = json.loads(COMPARED.read_text()), load_script("benchmarks/compared.py").find()
     assert written["runs"] == found["runs"] and written["servers"] == found["servers"]
     for figure in ("ratio", "memory"):
         assert written[figure] == pytest.approx(found[figure], abs=5e-3)

@@ -3,7 +3,6 @@ whether the simulator, and so the plans, hide what really is hidden."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,8 +14,7 @@ from gpu_clock import Clock
 
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
-from deepspeed_cad.forecast.attention_seconds import Both
-from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.forecast.exchanges import Part, alternating_seconds
 from deepspeed_cad.server.serving import ServedPass
 
 LAYERS = 12
@@ -172,18 +170,14 @@ def on_streams(kind: str, one: Seconds, backward: bool, serves: bool = False) ->
 
 
 def simulated(one: Seconds, backward: bool) -> float:
-    def both(seconds: float) -> Both:
-        return Both(np.array([seconds]), np.array([seconds]))
-
-    trips = (one.out, one.out), (one.back, one.back)
-    part = Part(both(one.linear), both(one.own), both(one.served), *trips, one.waves)
-    run: Callable[..., float] = backward_seconds if backward else forward_seconds
-    return run([part, part], LAYERS, 0.5)
+    seconds = (np.full((2, 1), each) for each in (one.linear, one.own, one.served))
+    part = Part(*seconds, (one.out, one.out), (one.back, one.back), one.waves)
+    return alternating_seconds([part, part], LAYERS, 0.5, backward)
 
 
 @pytest.fixture(autouse=True)
 def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_cad.forecast.interleaved.WAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_cad.forecast.exchanges.WAVE_SECONDS", 0.0)
 
 
 EVEN = Seconds(linear=0.6, own=0.4, served=1.0, out=0.0, back=0.0)

@@ -1,20 +1,17 @@
-"""The question as a JSON file, field by field, and what CAD would gain on a data set, by arithmetic."""
+"""The question as a JSON file, field by field; how documents are packed."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-import numpy as np
 import pytest
 
-from deepspeed_cad.cost import PAIRS, CostModel, count_pairs
+from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.model_shape import ModelShape
-from deepspeed_cad.forecast.outlook import foresee
 from deepspeed_cad.forecast.packing import pack
-from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner import HeadShape, PlanInput
 from deepspeed_cad.planner.question import KEYS, read_question, with_links
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
@@ -154,7 +151,7 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     assert not caplog.text
 
 
-# Outlook
+# Documents
 
 MODEL = ModelShape(layers=2, hidden=8, intermediate=16, vocabulary=32, heads=4, kv_heads=2, head_dim=3)
 
@@ -191,19 +188,3 @@ def test_floating_point_work_of_a_token_and_of_a_pair() -> None:
 def test_packing(lengths: list[int], spanning: bool, steps: list) -> None:
     found = [layout.segments.to_array().tolist() for layout in pack(lengths, 2, 10, spanning)]
     assert found == steps
-
-
-@pytest.mark.parametrize("hosts", [None, np.arange(2)])
-def test_the_outlook_is_the_plan_in_floating_point_work(hosts: np.ndarray | None) -> None:
-    layout = Layout.from_rank_lengths([[4096], [64] * 10])
-    found = foresee(MODEL, PAIRS, 0.1, hosts, layout)
-    plan = make_plan(PlanInput(layout.tick(), HeadShape(4, 2, 3, 3, 2), PAIRS, tolerance=0.1, hosts=hosts))
-    assert (found.imbalance_before, found.imbalance) == (plan.imbalance_before, plan.imbalance)
-    assert found.moved_bytes == plan.sent_bytes.sum() > 0
-    assert found.planning_ms > 0
-    pairs = np.array([count_pairs(0, 4096), 10 * count_pairs(0, 64)])
-    rows = np.array([4096, 640]) * MODEL.row_flops
-    # A step ends with its slowest rank: all of its rows, and its attention with or without CAD.
-    after = plan.load / plan.load.sum() * pairs.sum()
-    slowest = [(rows + own * MODEL.pair_flops).max() for own in (pairs, after)]
-    assert found.gain == pytest.approx(slowest[0] / slowest[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.forecast.attention_seconds import Both, of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.forecast.attention_seconds import of_documents, of_pieces, of_tasks, seconds
 from deepspeed_cad.forecast.bytes_held import (
     WHOLE_LOGITS,
     activation_bytes,
@@ -26,16 +25,16 @@ from deepspeed_cad.forecast.bytes_held import (
     served_bytes,
     state_bytes,
 )
-from deepspeed_cad.forecast.distributions import NAMED
-from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_others
-from deepspeed_cad.forecast.interleaved import Part, backward_seconds, forward_seconds
+from deepspeed_cad.forecast.exchanges import Part, alternating_seconds, end_of_passes, flows_of, read_others
+from deepspeed_cad.forecast.machine import SHIPPED
 from deepspeed_cad.forecast.model_shape import ModelShape, StateLayers
+from deepspeed_cad.forecast.packing import NAMED
 from deepspeed_cad.forecast.schedule import non_attention, one_forward_one_backward, weight_seconds
 from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
-from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, PlanInput
 from deepspeed_cad.schedule import HOME, ROWS, SERVER
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
@@ -47,12 +46,6 @@ UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192
 
 def machine(**changes: Any) -> Machine:
     return replace(Machine.load("h200"), in_training=1.0, **changes)
-
-
-@pytest.fixture
-def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that run alike."""
-    monkeypatch.setattr(modes_cad, "UNEVEN", 0.0)
 
 
 def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, **changes: Any) -> Setting:
@@ -113,38 +106,24 @@ def test_rows_of_layers_that_carry_state_travel_as_schedules_have_them(lengths: 
     assert travel.busiest == pytest.approx(max(1.0, ran.max() / layout.tokens.max()))
 
 
-def test_a_recompute_is_a_second_forward() -> None:
-    tokens = np.array([1000.0])
-    kept, again = (non_attention(setting(checkpointing=flag), tokens).layers for flag in (False, True))
-    assert again.forward == pytest.approx(kept.forward)
-    assert again.backward == pytest.approx(kept.backward + kept.forward)
-
-
 def test_attention_is_the_cost_models_with_keys_in_backward_only() -> None:
     found = of_documents(UNEVEN, COST)
-    assert found.total[0] == pytest.approx(float(COST.of(0, 16384)))
-    assert found.total[2] == pytest.approx(16 * float(COST.of(0, 1024)))
-    rows = COST.pair * 16384 * 16385 / 2 + COST.row * 16384
-    assert found.forward[0] == pytest.approx(FORWARD_SHARE * rows)
+    assert found.sum(0)[0] == pytest.approx(float(COST.of(0, 16384)))
+    assert found.sum(0)[2] == pytest.approx(16 * float(COST.of(0, 1024)))
+    assert found[0, 0] == pytest.approx(FORWARD_SHARE * (COST.pair * 16384 * 16385 / 2 + COST.row * 16384))
     cut = Layout.from_stream([20000], 2, 10000)
-    assert of_documents(cut, COST).total[1] == pytest.approx(float(COST.of(10000, 20000)))
-    assert of_documents(cut, COST, cut=True).total[1] == pytest.approx(float(COST.of(0, 10000)))
+    assert of_documents(cut, COST).sum(0)[1] == pytest.approx(float(COST.of(10000, 20000)))
+    assert of_documents(cut, COST, cut=True).sum(0)[1] == pytest.approx(float(COST.of(0, 10000)))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_pieces_of_documents_are_those_that_one_would_cut(parts: int) -> None:
     edges = np.linspace(0, 16384, 2 * parts + 1).astype(int) if parts > 1 else np.array([0, 16384])
     expected = seconds(COST, edges[:-1], edges[1:])
-    found = of_pieces(np.array([16384]), COST, parts)
-    assert found.forward[0] == pytest.approx(expected.forward.sum())
-    assert found.backward[0] == pytest.approx(expected.backward.sum())
+    assert of_pieces(np.array([16384]), COST, parts)[:, 0] == pytest.approx(expected.sum(1))
 
 
 # Exchanges
-
-
-def plan_of(own: Setting, layout: Layout) -> Plan:
-    return make_plan(PlanInput(layout.tick(), own.shape, COST))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +133,7 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     """Keys of a server's own that a task reads beside those of other ranks are copied to where these arrive; its own
     queries stay in place."""
     own = setting()
-    plan = plan_of(own, layout)
+    plan = make_plan(PlanInput(layout.tick(), own.shape, COST))
     (wave,) = schedule_waves(layout.tick(), plan.tasks, 0, own.shape.groups, None, Cut(1))
     found, shape = flows_of(plan, layout.tick()), own.shape
     assert wave.served_rows.any() and (found.served[0] == wave.served_rows[:, 0]).all()
@@ -178,25 +157,22 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     moved[QKV_SENT, 0], moved[QKV_RECEIVED, 0], moved[O_SENT, 0] = (100, 0, 0), (0, 60, 40), (0, 30, 20)
     moved[O_RECEIVED, 0] = 50, 0, 0
     flows = Flows(moved, np.zeros(3), np.array([[0, 1, 1], [0, 2, 1]]), np.array([0.0, 2, 2]), np.zeros((2, 3)))
-    own = Both(np.array([10.0, 20.0, 30.0]), np.array([400.0, 20.0, 30.0]))
-    waiting = Both(np.array([0.0, 5.0, 0.0]), np.array([0.0, 5.0, 0.0]))
+    own, waiting = np.array([[10.0, 20.0, 30.0], [400.0, 20.0, 30.0]]), np.array([[0.0, 5.0, 0.0]] * 2)
 
-    def ends(start: float = 0.0, **more: int) -> Both:
-        begin = np.array([start, 0.0, 0.0])
-        return end_of_passes(flows, None, own, waiting, Both(begin, begin), np.array([1.0, 1.0]), **more)
+    def ends(start: float = 0.0, **more: int) -> Any:
+        begin = np.array([[start, 0.0, 0.0]] * 2)
+        return end_of_passes(flows, None, own, waiting, begin, np.array([1.0, 1.0]), **more)
 
-    found = ends()
     # Arrived at 100, when all of it has left; rank 1 needs 5 seconds more, rank 2 nothing. O takes 50 to come home.
-    assert found.forward.tolist() == [105 + 50, 105, 30]
     # With dO it takes 150; dQ, dK and dV take 100 back, which rank 0 does not wait for.
-    assert found.backward.tolist() == [400, 155, 30]
+    assert ends().tolist() == [[105 + 50, 105, 30], [400, 155, 30]]
     # Where the home is late all that waits for it is.
-    assert ends(7.0).forward.tolist() == [7 + 105 + 50, 7 + 105, 30]
+    assert ends(7.0)[0].tolist() == [7 + 105 + 50, 7 + 105, 30]
     # Two waves: half arrives and is served, 52.5; the other half arrives 50 later. The last half of O is home after 25.
     begun = WAVE_SECONDS
-    assert ends(waves=2).forward == pytest.approx(np.array([52.5 + 25 + 50, 52.5 + 50, 30]) + begun)
+    assert ends(waves=2)[0] == pytest.approx(np.array([52.5 + 25 + 50, 52.5 + 50, 30]) + begun)
     # More waves than head groups are empty.
-    assert ends(waves=8, passes=3).forward == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
+    assert ends(waves=8, passes=3)[0] == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
 
 
 def test_what_reads_of_other_ranks() -> None:
@@ -218,10 +194,9 @@ def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float, waves
     plan = modes_cad.plan_in_place(replace(own, waves=(waves,)), layout)
     reads = read_others(plan.tasks, layout.segments)
     alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[reads]))
-    start = Both(np.zeros(4), np.zeros(4))
     links = 1 / np.array([rate, rate / 4])
-    found = end_of_passes(flows_of(plan, layout.tick()), own.hosts, alone, waiting, start, links, waves)
-    assert found.total.max() == pytest.approx(plan.finish.max(), rel=0.1)
+    found = end_of_passes(flows_of(plan, layout.tick()), own.hosts, alone, waiting, np.zeros((2, 4)), links, waves)
+    assert found.sum(0).max() == pytest.approx(plan.finish.max(), rel=0.1)
 
 
 # Who waits for whom
@@ -239,17 +214,17 @@ def test_micro_batches_make_up_for_each_other_only_where_ranks_meet_at_the_end(s
 def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: float) -> None:
     own = setting(16, 8, sharding=sharding, figures=machine(between=1e9))
     weights = own.cluster.gather(2.0 * MODEL.layer_parameters, 16)
-    fast, slow = (Both(np.array([share * weights]), np.array([share * weights])) for share in (0.5, 10.0))
+    fast, slow = ([share * weights] * 2 for share in (0.5, 10.0))
     first = (1 + gradients) * weights  # what nothing comes before, and nothing after
-    assert weight_seconds(own, 3, slow, 16) == pytest.approx(3 * first)
+    assert weight_seconds(own, 3, *slow, 16) == pytest.approx(3 * first)
     late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
-    assert weight_seconds(own, 3, fast, 16) == pytest.approx(3 * (late + first))
+    assert weight_seconds(own, 3, *fast, 16) == pytest.approx(3 * (late + first))
 
 
 def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
     own = setting()
     whole = modes.packed(own, [UNEVEN], 1)
-    longest = seconds(COST, [0], [16384]).repeated(True).total[0] * own.shape.groups * MODEL.layers
+    longest = own.in_pass(seconds(COST, [0], [16384])).sum() * own.shape.groups * MODEL.layers
     assert whole.seconds.attention + whole.seconds.waiting == pytest.approx(longest)
     shared = modes.packed(own, [UNEVEN], 4)
     assert shared.seconds.waiting == pytest.approx(0.0, abs=1e-9)
@@ -263,9 +238,9 @@ def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
 # CAD
 
 
-@pytest.mark.usefixtures("alike")
-def test_rows_that_are_not_equally_full_get_whole_layers_made_even() -> None:
-    """The rank with fewer tokens begins its long document while the other one is outside attention."""
+def test_rows_that_are_not_equally_full_get_whole_layers_made_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank with fewer tokens begins its long document while the other one is outside attention; GPUs run alike."""
+    monkeypatch.setattr(modes_cad, "UNEVEN", 0.0)
     layout = Layout.from_rank_lengths([[4096] * 16, [39322]])
     own = setting(2, tolerance=0.01, optimizer=False)
     found, attention_alone = (modes_cad.in_place(one, [layout]) for one in (own, replace(own, believed=COST)))
@@ -281,8 +256,8 @@ def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]
     deep = replace(MODEL, layers=32)
     own = replace(setting(tolerance=0.01, figures=machine(latency=0.0), optimizer=False), model=deep)
     found, in_place = modes_cad.reserved(own, [layout], 1), modes_cad.in_place(own, [layout])
-    linear, loss = non_attention(own, np.array([16384.0])).layers.total[0], 16384 * own.work.loss
-    attention = of_documents(layout, COST).total[0] * own.shape.groups * deep.layers
+    linear, loss = non_attention(own, np.array([16384.0])).layers.sum(), 16384 * own.work.loss
+    attention = of_documents(layout, COST).sum(0)[0] * own.shape.groups * deep.layers
     # All work of the layers shared, or, where attention is short, trainers with their linear part alone.
     expected = max(3 * (linear - loss + attention) / 4, linear - loss) + loss
     ratio = found.tokens_per_second / in_place.tokens_per_second
@@ -292,42 +267,29 @@ def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]
     less = kept_output_bytes(own, 16384) - kept_output_bytes(replace(own, keep="host"), 16384)
     parked = modes_cad.reserved(replace(own, keep="host"), [layout], 1)
     assert found.peak - parked.peak == pytest.approx(less) and less > 0
-    assert modes_cad.even_servers(own, 16384, linear) == 2 and modes_cad.even_servers(own, 16384, 0.0) == 1
+    assert modes_cad.even_servers(own, layout) == max(1, int(4 * attention / (attention + linear)))
 
 
 def one_part(linear: float, own: float, served: float, trip: float = 0.0) -> Part:
     """Seconds of one trainer and one server, forward as backward."""
-
-    def both(seconds: float) -> Both:
-        return Both(np.array([seconds]), np.array([seconds]))
-
-    return Part(both(linear), both(own), both(served), (trip, trip), (trip, trip))
+    return Part(*(np.full((2, 1), one) for one in (linear, own, served)), (trip, trip), (trip, trip))
 
 
-@pytest.mark.parametrize("run", [forward_seconds, backward_seconds])
-def test_parts_that_alternate(run: Any) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_parts_that_alternate(backward: bool) -> None:
+    """Beside streams that the code drives: test_interleaved_streams.py."""
+
+    def run(*parts: Part, layers: int = 50) -> float:
+        return alternating_seconds(list(parts), layers, 0.25, backward)
+
     # Alone nothing runs beside anything; of own and served attention the longer one counts.
-    assert run([one_part(4.0, 1.0, 3.0)], 5, 0.25) == pytest.approx(5 * (4 + 3))
-    assert run([one_part(4.0, 6.0, 3.0)], 5, 0.25) == pytest.approx(5 * (4 + 6))
-    assert run([one_part(4.0, 1.0, 3.0, trip=0.5)], 5, 0.25) == pytest.approx(5 * (4 + 3 + 1))
-    # Two alike whose server is as busy as the trainer: what is left is its first and its last wait.
-    parts = [one_part(4.0, 0.0, 4.0)] * 2
-    assert 5 * 8 < run(parts, 5, 0.25) <= 5 * 8 + 4
-    assert run(parts, 50, 0.25) == pytest.approx(50 * 8, rel=0.01)
-    # A server that needs longer than both linear parts sets the pace.
-    assert run([one_part(2.0, 0.0, 4.0)] * 2, 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
+    assert run(one_part(4.0, 1.0, 3.0, trip=0.5), layers=5) == pytest.approx(5 * (4 + 3 + 1))
+    assert run(one_part(4.0, 6.0, 3.0), layers=5) == pytest.approx(5 * (4 + 6))
     # Trainers whose linear layers are unequal make up for it in attention: they meet once a layer.
-    linear, own = np.array([1.0, 3.0]), np.array([3.0, 1.0])
-    uneven = Part(Both(linear, linear), Both(own, own), Both(np.zeros(1), np.zeros(1)), (0.0, 0.0), (0.0, 0.0))
-    assert run([uneven], 50, 0.0) == pytest.approx(50 * 4, rel=0.03)
+    linear, own = np.array([[1.0, 3.0]] * 2), np.array([[3.0, 1.0]] * 2)
+    assert run(Part(linear, own, np.zeros((2, 1)), (0.0, 0.0), (0.0, 0.0))) == pytest.approx(50 * 4, rel=0.03)
     # A part whose linear layers and attention are longer than a round is what all wait for.
-    assert run([one_part(2.0, 0.0, 6.0), one_part(5.0, 0.0, 1.0)], 50, 0.25) == pytest.approx(50 * 8, rel=0.02)
-
-
-@pytest.mark.parametrize("servers", [0, 4])
-def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
-    with pytest.raises(CADConfigError, match="at least one server and one trainer"):
-        modes_cad.reserved(setting(), [UNEVEN], servers)
+    assert run(one_part(2.0, 0.0, 6.0), one_part(5.0, 0.0, 1.0)) == pytest.approx(50 * 8, rel=0.02)
 
 
 # Pipelines
@@ -335,8 +297,10 @@ def test_servers_and_trainers_must_both_be_there(servers: int) -> None:
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
 def test_even_stages_take_as_long_as_the_formula_says(stages: int, count: int) -> None:
-    ones = np.ones((count, 1))
-    assert one_forward_one_backward(ones, 2 * ones, stages) == pytest.approx([3 * (count + stages - 1)])
+    each = np.stack([np.ones((count, 1)), 2 * np.ones((count, 1))])
+    assert one_forward_one_backward(each, stages) == pytest.approx([3 * (count + stages - 1)])
+    # Head and loss of the last stage hold all others up.
+    assert one_forward_one_backward(each, stages, 1.0) == pytest.approx([3 * (count + stages - 1) + count])
 
 
 def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:
@@ -365,51 +329,25 @@ def test_state_is_sharded_as_the_stage_says() -> None:
     assert fast.offloadable == pytest.approx(weights * 12 / 4) and slow.offloadable == 0.0
     assert fast.peak - slow.peak == pytest.approx(fast.offloadable)
     assert slow.seconds.optimizer > 10 * fast.seconds.optimizer and slow.seconds[:4] == fast.seconds[:4]
-    with pytest.raises(CADConfigError, match="FSDP offloads weights"):
-        setting(sharding="fsdp", offload_optimizer=True)
 
 
 def test_logits_of_the_loss_of_transformers() -> None:
     """Bytes of a logit at most, counted in a step of a Llama: what a forward and backward allocate and free."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_flatten
-
-    class Count(TorchDispatchMode):  # type: ignore[misc]
-        """The most bytes of tensors that lived at once."""
-
-        most = live = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = function(*args, **(kwargs or {}))
-            for tensor in tree_flatten(made)[0]:
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in seen:
-                    storage = tensor.untyped_storage()
-                    seen.add(storage._cdata)
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-            self.most = max(self.most, self.live)
-            return made
-
-        def free(self, key: int, size: int) -> None:
-            seen.discard(key)
-            self.live -= size
-
-    seen: set[int] = set()
+    transformers = pytest.importorskip("transformers")
     peaks = []
     for vocabulary in (4000, 8000):
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         config = transformers.LlamaConfig(vocab_size=vocabulary, **sizes)
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.arange(512).unsqueeze(0)
-        with Count() as count:
+        with torch.profiler.profile(profile_memory=True) as seen:
             model(input_ids=ids, labels=ids).loss.backward()
-        peaks.append(count.most)
+        found = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore
+        peaks.append(np.cumsum([one.nbytes() for one in sorted(found, key=lambda one: one.start_ns())]).max())
     # The gradient of the head, 16 bytes a word, is in it too.
     assert (peaks[1] - peaks[0]) / 4000 / 512 == pytest.approx(WHOLE_LOGITS, abs=0.1)
     own = setting(loss="whole")
     assert loss_bytes(own) == WHOLE_LOGITS * MODEL.vocabulary and loss_bytes(setting()) == 0.0
-    assert loss_bytes(setting(4, pipeline=2)) > loss_bytes(own)
     large = replace(own, model=replace(MODEL, vocabulary=500_000))
     saved = 2 * MODEL.hidden * MODEL.layers
     assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + WHOLE_LOGITS * 500_000))
@@ -436,13 +374,11 @@ def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> 
         ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"),
         ({"tensor": 0}, "tensor parallelism is 0"),
         ({"pipeline": 4, "ranks": 4, "sharding": "zero3"}, "zero1, as pipelines need"),
-        ({"sharding": "zero9"}, "sharding is 'zero9'"),
         ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
         ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
         ({"ranks": 8, "tensor": 2, "sequence": 2}, "Ulysses together with tensor parallelism"),
         ({"ranks": 8, "pipeline": 2, "sequence": 2}, "Ulysses together with pipeline stages"),
         ({"ranks": 6, "sequence": 4}, "cannot be divided by 4 ranks of Ulysses"),
-        ({"keep": "host", "recompute_attention": True}, "attention keeps nothing"),
     ],
 )
 def test_what_cannot_be_divided(changes: dict[str, Any], words: str) -> None:
@@ -463,11 +399,11 @@ def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
     uneven = Setting(MODEL, Cluster(4, 1, machine(), sizes=(3, 1)), COST)
     assert uneven.hosts is not None and uneven.hosts.tolist() == [0, 0, 0, 1]
     stages = setting(8, 4, pipeline=2)
-    assert stages.hosts is None and stages.all_hosts is not None and stages.all_hosts.tolist() == [0] * 4 + [1] * 4
+    assert stages.hosts is not None and stages.hosts.tolist() == [0] * 4 + [1] * 4
     tokens = np.array([1000.0])
     once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
-    assert non_attention(own, tokens).tensor.forward == pytest.approx([once])
-    assert not non_attention(setting(), tokens).tensor.total.any()
+    assert non_attention(own, tokens).tensor[0] == pytest.approx([once])
+    assert not non_attention(setting(), tokens).tensor.any()
 
 
 def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
@@ -476,13 +412,11 @@ def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
     assert own.hosts is not None and own.hosts.tolist() == [0, 1]
     # Q and O have 32 heads, K and V 8 each: of a rank's 125 tokens 7 of 8 heads go to others.
     tokens, size = np.array([1000.0]), 125 * (2 * 32 + 2 * 8) * 128 * 2
-    there = non_attention(own, tokens).tensor.forward
-    assert there == pytest.approx([MODEL.layers * own.cluster.all_to_all(size, 8)])
-    assert non_attention(own, tokens).layers.total == pytest.approx(non_attention(alone, tokens / 8).layers.total)
+    assert non_attention(own, tokens).tensor[0] == pytest.approx([MODEL.layers * own.cluster.all_to_all(size, 8)])
+    assert non_attention(own, tokens).layers == pytest.approx(non_attention(alone, tokens / 8).layers)
     assert own.stage_parameters == alone.stage_parameters
     assert state_bytes(own, own.seats) == pytest.approx(state_bytes(alone, alone.seats))
-    passes, layer = 1, Both(np.zeros(1), np.zeros(1))
-    assert weight_seconds(own, passes, layer, own.seats) == weight_seconds(alone, passes, layer, alone.seats)
+    assert weight_seconds(own, 1, 0.0, 0.0, own.seats) == weight_seconds(alone, 1, 0.0, 0.0, alone.seats)
     assert own.kind_of_run("cad") != alone.kind_of_run("cad")
 
 
@@ -490,32 +424,23 @@ def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [("{", "is not JSON"), ("{}", "expected the keys"), (None, "cannot be read"), ("[]", "holds list")],
+    ("like", "change", "words"),
+    [
+        ("", "{", "is not JSON"),
+        ("", "{}", "expected the keys"),
+        ("", "[]", "holds list"),
+        ("h200", ("6.36e14", "0"), "matrix_flops 0; expected a number above 0"),
+        ("a100", ("3.12e14", "0"), "has flops 0; expected a number above 0"),
+        ("a100", ('"port"', '"ports"'), "holds published: flops, attention, bandwidth, memory, nvlink, ports; "),
+    ],
 )
-def test_a_machine_that_is_none(tmp_path: Any, content: str | None, words: str) -> None:
+def test_a_machine_that_is_none(tmp_path: Path, like: str, change: Any, words: str) -> None:
     path = tmp_path / "machine.json"
-    if content is not None:
-        path.write_text(content)
+    path.write_text((SHIPPED / f"{like}.json").read_text().replace(*change) if like else change)
     with pytest.raises(CADConfigError, match=words):
         Machine.load(str(path))
-
-
-def test_a_machine_by_name_and_with_a_rate_of_zero(tmp_path: Any) -> None:
-    with pytest.raises(CADConfigError, match="there is no machine 'b300'; there are a100, b200, h100, h200"):
-        Machine.load("b300")
-    from deepspeed_cad.forecast.machine import SHIPPED
-
-    path = tmp_path / "slow.json"
-    path.write_text((SHIPPED / "h200.json").read_text().replace("6.36e14", "0"))
-    with pytest.raises(CADConfigError, match="matrix_flops 0; expected a number above 0"):
-        Machine.load(str(path))
-    path.write_text((SHIPPED / "a100.json").read_text().replace("3.12e14", "0"))
-    with pytest.raises(CADConfigError, match="has flops 0; expected a number above 0"):
-        Machine.load(str(path))
-    path.write_text((SHIPPED / "a100.json").read_text().replace('"port"', '"ports"'))
-    with pytest.raises(CADConfigError, match="holds published: flops, attention, bandwidth, memory, nvlink, ports; "):
-        Machine.load(str(path))
+    with pytest.raises(CADConfigError, match="cannot be read"):
+        Machine.load(str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize("name", ["h100", "a100", "b200"])

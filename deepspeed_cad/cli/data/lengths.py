@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed_cad.cli.data.documents import REMEDY, documents, list_files
 from deepspeed_cad.errors import CADDataError
-from deepspeed_cad.forecast.distributions import NAMED
+from deepspeed_cad.forecast.packing import NAMED
 
 BATCH = 256
 """Texts that are tokenized at a time."""
