@@ -38,7 +38,7 @@ from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import KERNELS, choose  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
 
-OVERLAPS = ("interleave", "pingpong", "local_first", "none")
+OVERLAPS = ("interleave", "local_first", "none")
 CHECKPOINTING = ("no", "kept", "recomputed")
 """Without activation checkpointing; with it, attention kept; with it, attention run again."""
 

@@ -44,8 +44,8 @@ class CADConfig:
     """Query rows: tasks are cut at multiples of this. Below 128 the backward of most kernels loses speed."""
     overlap: str = "auto"
     """What hides the exchange. "local_first": a rank's own tasks run while data travels; "interleave": besides, two
-    nano-batches alternate over the whole decoder; "pingpong": inside each layer; "none". "auto": "interleave" beside
-    reserved servers, else "local_first": inside a node nano-batches cost more than they hide."""
+    nano-batches alternate over the whole decoder; "none". "auto": "interleave" beside reserved servers, else
+    "local_first": inside a node nano-batches cost more than they hide."""
     transport: str = "auto"
     """What carries an exchange: "nvlink" (peer copies inside a node), "mixed" (peer copies inside each of several
     nodes, messages between them), "nccl", "c10d" (torch.distributed). "auto": the first that works."""
@@ -179,7 +179,7 @@ _ALLOWED: dict[str, _Check] = {
     "on_server_failure": _one_of("stop", "continue"),
     "tolerance": ("a number between 0 and 1, both excluded", lambda x: is_number(x) and 0 < x < 1),
     "granularity": ("a whole number of query rows, 1 or more", lambda x: _is_count(x, 1)),
-    "overlap": _one_of("auto", "local_first", "interleave", "pingpong", "none"),
+    "overlap": _one_of("auto", "local_first", "interleave", "none"),
     "transport": _one_of("auto", "c10d", "mixed", "nccl", "nvlink"),
     "kernel": (
         '"auto" or the name of a backend as "deepspeed-cad doctor" lists it',

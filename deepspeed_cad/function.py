@@ -48,9 +48,8 @@ def open(
     checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
     if config is None and (request := read_environment()) is not None:
         checked = request.config
-    whole = checked.overlap not in ("interleave", "pingpong")
-    fits = {"overlap": whole, "verify": not checked.verify, "documents": checked.documents != "deal",
-            "enabled": checked.enabled}  # fmt: skip
+    fits = {"overlap": checked.overlap != "interleave", "verify": not checked.verify,
+            "documents": checked.documents != "deal", "enabled": checked.enabled}  # fmt: skip
     for key in (key for key, fit in fits.items() if not fit):
         raise CADConfigError(
             f'"{key}" is {getattr(checked, key)!r}: deepspeed_cad.open has neither layers nor data that it could cut, '

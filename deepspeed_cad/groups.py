@@ -122,7 +122,7 @@ def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
             '"documents": "deal" moves documents between ranks, and here several ranks hold one micro-batch '
             'together (tensor parallelism, Ulysses). Set it to "keep"'
         )
-    if pieces and (config.overlap_used in ("interleave", "pingpong") or config.verify):
+    if pieces and (config.overlap_used == "interleave" or config.verify):
         key = "verify" if config.verify else "overlap"
         raise CADUnsupportedError(
             f'"{key}" cannot be had beside Ulysses, where ranks hold all tokens inside attention only: leave it out'

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, KwargsHandler
-from deepspeed_cad.integrations.active import ActivationCheck, short_block
-from deepspeed_cad.integrations.refusals import refuse_accelerator, refuse_loader
+from deepspeed_cad.integrations.active import ActivationCheck, give_deepspeed
+from deepspeed_cad.integrations.prepared import refuse_accelerator, refuse_loader
+from deepspeed_cad.integrations.wrapped import wrap_once
 
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
@@ -25,9 +25,8 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.launch.deepspeed_hook import install
 from deepspeed_cad.request import agree
 
-_MARK = "__deepspeed_cad__"
 _PLUGIN = "_deepspeed_cad_plugin"
-"""Attribute of an Accelerator: the plugin that it was given."""
+"""Attribute of an Accelerator: the plugin that it was given; of the class: the one that every one has."""
 
 
 class CADPlugin(KwargsHandler):
@@ -58,11 +57,7 @@ def install_accelerator_hooks() -> None:
         ("prepare_model", _wrap_prepare_model),
         ("prepare_data_loader", _wrap_prepare_data_loader),
     ):
-        original = getattr(Accelerator, name)
-        if not hasattr(original, _MARK):
-            wrapped = wraps(original)(wrap(original))
-            setattr(wrapped, _MARK, True)
-            setattr(Accelerator, name, wrapped)
+        wrap_once(Accelerator, name, wrap)
 
 
 def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
@@ -70,26 +65,8 @@ def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
 
     An Accelerator that was given another plugin raises CADConfigError.
     """
-    original = Accelerator.__init__
-
-    @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(self, *args, **kwargs)
-        handlers = list(given.arguments.get("kwargs_handlers") or [])
-        if not any(isinstance(one, CADPlugin) for one in handlers):
-            given.arguments["kwargs_handlers"] = [*handlers, plugin]
-        else:
-            for one in handlers:
-                if isinstance(one, CADPlugin):
-                    agree(plugin.config, plugin.asked_by, one.config, "the script's CADPlugin")
-        original(*given.args, **given.kwargs)
-
-    Accelerator.__init__ = __init__
-
-    def undo() -> None:
-        Accelerator.__init__ = original
-
-    return undo
+    setattr(Accelerator, _PLUGIN, plugin)
+    return lambda: delattr(Accelerator, _PLUGIN)
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -99,19 +76,23 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         ours = [one for one in handlers if isinstance(one, CADPlugin)]
         if len(ours) > 1:
             raise CADConfigError("kwargs_handlers holds more than one CADPlugin; pass one")
-        if not ours:
-            original(self, *args, **kwargs)
-            return
-        given.arguments["kwargs_handlers"] = [one for one in handlers if one is not ours[0]] or None
+        plugin: CADPlugin | None = getattr(self, _PLUGIN, None)
+        if ours:
+            if plugin is not None:
+                agree(plugin.config, plugin.asked_by, ours[0].config, "the script's CADPlugin")
+            plugin = ours[0]
+            given.arguments["kwargs_handlers"] = [one for one in handlers if one is not ours[0]] or None
         original(*given.args, **given.kwargs)
-        if not ours[0].config.enabled:
+        if plugin is None:
             return
-        setattr(self, _PLUGIN, ours[0])
+        setattr(self, _PLUGIN, plugin if plugin.config.enabled else None)
+        if not plugin.config.enabled:
+            return
         install()
         refuse_accelerator(self)
-        if not ours[0].watched:
-            ours[0].watched = True
-            ActivationCheck(ours[0].asked_by)
+        if not plugin.watched:
+            plugin.watched = True
+            ActivationCheck(plugin.asked_by)
 
     return __init__
 
@@ -121,20 +102,13 @@ def _wrap_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         plugin = getattr(self, _PLUGIN, None)
         if plugin is not None and any(isinstance(one, torch.nn.Module) for one in args):
             if self.distributed_type == DistributedType.DEEPSPEED:
-                _give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin)
+                give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin.config, plugin.asked_by)
             elif getattr(self, "is_fsdp2", False):
                 for one in args:
                     _apply(one, plugin)
         return original(self, *args, **kwargs)
 
     return prepare
-
-
-def _give_deepspeed(json: dict[str, Any], plugin: CADPlugin) -> None:
-    """Put the "cad" block into DeepSpeed's JSON, from which `deepspeed.initialize` turns CAD on."""
-    if "cad" in json:
-        agree(plugin.config, plugin.asked_by, CADConfig.from_dict(json["cad"]), 'the "cad" block of the DeepSpeed JSON')
-    json["cad"] = short_block(plugin.config)
 
 
 def _wrap_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.forward_only import generates, install_generation_hooks
-from deepspeed_cad.integrations.openrlhf import install_worker_hooks
+from deepspeed_cad.integrations.forward_only import generates, install_generation_hooks, install_worker_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,6 +23,7 @@ from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.request import agree
 from deepspeed_cad.session import Session, current_session
 
 logger = logging.getLogger("deepspeed_cad")
@@ -191,7 +191,11 @@ def _warn_unpacked(session: Session) -> None:
         )  # fmt: skip
 
 
-def short_block(config: CADConfig) -> dict[str, Any]:
-    """The "cad" block without defaults: Accelerate and the HF Trainer reject an "auto" that they do not know."""
+def give_deepspeed(json: dict[str, Any], config: CADConfig, asked_by: str) -> None:
+    """Put the "cad" block into DeepSpeed's JSON, from which `deepspeed.initialize` turns CAD on. Raises CADConfigError
+    where it has another one."""
+    if "cad" in json:
+        agree(config, asked_by, CADConfig.from_dict(json["cad"]), 'the "cad" block of the DeepSpeed JSON')
+    # Without defaults: Accelerate and the HF Trainer reject an "auto" that they do not know.
     default = CADConfig().to_dict()
-    return {key: value for key, value in config.to_dict().items() if value != default[key]}
+    json["cad"] = {key: value for key, value in config.to_dict().items() if value != default[key]}

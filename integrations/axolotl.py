@@ -13,15 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
-from deepspeed_cad.integrations.active import ActivationCheck, short_block
+from deepspeed_cad.integrations.active import ActivationCheck, give_deepspeed
 from deepspeed_cad.integrations.callback import CADCallback
-from deepspeed_cad.integrations.refusals import refuse_accelerator
+from deepspeed_cad.integrations.prepared import refuse_accelerator
 from pydantic import BaseModel
 
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.request import agree
 
 _PARALLEL = ("sequence_parallel_degree", "context_parallel_size", "tensor_parallel_size")
 
@@ -60,10 +59,7 @@ class CADPlugin(BasePlugin):
         if plugin is None:
             apply(trainer.model, config)
         else:
-            json = plugin.deepspeed_config
-            if "cad" in json:
-                agree(config, "the YAML of axolotl", CADConfig.from_dict(json["cad"]), "the DeepSpeed JSON")
-            json["cad"] = short_block(config)
+            give_deepspeed(plugin.deepspeed_config, config, "the YAML of axolotl")
         ActivationCheck("the plugin of axolotl")
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:

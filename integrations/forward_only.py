@@ -5,24 +5,29 @@ many: inside a step or an evaluation of the Hugging Face Trainer, and for batche
 that gives every rank as many. Generation is never shared: answers differ in length, or only one rank generates.
 
 A rank that ran out of batches attends for the others with a model that it calls by itself, so it is also known here
-through which wrapper FSDP1 gathers parameters of a model.
+through which wrapper FSDP1 gathers parameters of a model, and where a worker of OpenRLHF ran its last batch.
+
+Models that are only looked at, such as the reference of a preference loss, get CAD's attention by themselves:
+log-probabilities of two models can only be compared to the last bit if the same kernel computed them.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import torch
+from deepspeed_cad.integrations.wrapped import wrap_once
 
-from deepspeed_cad.session import Session
+from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import Session, current_session
 
-_MARK = "__deepspeed_cad__"
+logger = logging.getLogger("deepspeed_cad")
 
 _in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
@@ -65,20 +70,18 @@ def given_out(batch: Any) -> None:
 
 def install_generation_hooks(module: ModuleType) -> None:
     """Wrap `generate` of the module `transformers.generation.utils`. Idempotent."""
-    original: Callable[..., Any] = module.GenerationMixin.generate
-    if hasattr(original, _MARK):
-        return
 
-    @wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _generates.set(True)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _generates.reset(token)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _generates.set(True)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                _generates.reset(token)
 
-    setattr(generate, _MARK, True)
-    module.GenerationMixin.generate = generate
+        return generate
+
+    wrap_once(module.GenerationMixin, "generate", wrap)
 
 
 def root_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -88,16 +91,73 @@ def root_of(model: torch.nn.Module) -> torch.nn.Module:
 
 def install_root_hooks(module: ModuleType) -> None:
     """Wrap FSDP1 of the module `torch.distributed.fsdp.fully_sharded_data_parallel`. Idempotent."""
-    original: Callable[..., Any] = module.FullyShardedDataParallel.forward
-    if hasattr(original, _MARK):
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            if self._is_root:
+                _roots.add(self)
+            return output
+
+        return forward
+
+    wrap_once(module.FullyShardedDataParallel, "forward", wrap)
+
+
+def install_worker_hooks(module: ModuleType) -> None:
+    """Wrap `execute_batch` of all workers of the module `openrlhf.trainer.ray.launcher`: its experience maker runs
+    forwards without backward by it, and no other place knows where a worker's own end. Idempotent."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            results = original(self, *args, **kwargs)
+            session = current_session()
+            binding = None if session is None else next(iter(session.bindings.values()), None)
+            if binding is not None:  # of whichever model: it follows all
+                binding.follow()
+            return results
+
+        return execute_batch
+
+    workers = [one.__ray_metadata__.modified_class for one in vars(module).values() if hasattr(one, "__ray_metadata__")]
+    for cls in (module.BaseModelActor, *workers):  # Ray gave these copies of what they inherit
+        wrap_once(cls, "execute_batch", wrap)
+
+
+# Models that are only looked at
+
+
+def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:
+    """From now on call `bind` for each other decoder of this class, before its first forward without gradients.
+
+    A session says which decoders it knows. Idempotent.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+                _look(self, bind)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    wrap_once(_class_of(decoder), "__call__", wrap)
+
+
+def _class_of(decoder: torch.nn.Module) -> type:
+    """Its class of transformers: FSDP2 puts one of its own in front."""
+    return next(one for one in type(decoder).__mro__ if "forward" in vars(one))
+
+
+def _look(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:
+    session = current_session()
+    # The class is watched for good; a later session of this process may train others, or stages of a pipeline.
+    if session is None or decoder in session.decoders:
         return
-
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        if self._is_root:
-            _roots.add(self)
-        return output
-
-    setattr(forward, _MARK, True)
-    module.FullyShardedDataParallel.forward = forward
+    if not any(isinstance(one, _class_of(decoder)) for one in session.decoders):
+        return
+    session.decoders.add(decoder)
+    try:
+        bind(decoder, session)
+    except CADUnsupportedError as error:
+        logger.info("a %s that is not trained keeps its attention: %s", type(decoder).__name__, error)

@@ -6,25 +6,33 @@ belongs to is in its `Scope`, which the hooks of a binding set; layers carry it 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from deepspeed_cad.integrations.chunks import as_alone, chunk_of
-from deepspeed_cad.integrations.layer_call import attend_layer
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
 from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads, to_local
-from deepspeed_cad.integrations.structure import default_attention, local_attention, masked_attention
+from deepspeed_cad.integrations.structure import (
+    default_attention,
+    has_chunks,
+    local_attention,
+    masked_attention,
+    name_layer,
+)
 from deepspeed_cad.integrations.ulysses import PieceMask
 from deepspeed_cad.integrations.verify import Alone, Check
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.function import attend
 from deepspeed_cad.session import current_session
 
 if TYPE_CHECKING:
@@ -93,7 +101,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
     found = session.descriptor(scope.micro_batch, None if chunk else window, chunk=chunk)
     if scope.binding.ulysses is not None:
         return scope.binding.ulysses.mask(found, window)
-    return found if scope.part is None else found.interleave(scope.part)
+    return found if scope.part is None else found.part(scope.part)
 
 
 @torch.compiler.disable
@@ -141,7 +149,7 @@ def cad_attention(
         refuse_heads(module, query, key, s_aux)
     query = as_alone(module, query, attention_mask)
     check: Check | None = attention_mask.micro_batch.check
-    run = attention_mask.attend if check is None else partial(check.attend, attention_mask.attend)
+    run = attention_mask.attend if check is None else partial(check.attend, attention_mask)
     o = attend_layer(run, module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     padding: Padding | None = attention_mask.micro_batch.padding
     if padding is not None:
@@ -151,3 +159,80 @@ def cad_attention(
         )
         o = padding.fill(id(module), attention_mask, query, key, value, o, own)
     return o, None
+
+
+def attend_layer(
+    run: Callable[[LayerInput], torch.Tensor],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    others: Mapping[str, Any],
+) -> torch.Tensor:
+    """O [B, S, H, V] of a layer, from q [B, H, S, D], k and v [B, K, S, D or V].
+
+    `run`: see function.attend; `others`: all else that the attention function received. Raises CADUnsupportedError for
+    what changes what attention computes, and CADError where there are more keys than queries. `is_causal` is not looked
+    at: models set it to False wherever a mask is given.
+    """
+    if dropout:
+        raise CADUnsupportedError(
+            f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
+        )
+    label = name_layer(module)
+    for name in ("indices", "block_indices", "position_bias", "attention_bias", "head_mask"):
+        if others.get(name) is not None:
+            raise CADUnsupportedError(f"{label} passes {name} to its attention, which CAD cannot reproduce")
+    if key.shape[2] != query.shape[2]:
+        raise CADError(
+            f"{label} got {key.shape[2]} keys for {query.shape[2]} queries: a KV cache is in use during training; "
+            "pass use_cache=False"
+        )
+    o_THV = attend(
+        run, flat(query), flat(key), flat(value), layer=module, label=label,
+        softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return o_THV.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def flat(x_BHSD: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] of [B, H, S, D]."""
+    return x_BHSD.transpose(1, 2).flatten(0, 1)
+
+
+# Chunked attention (Llama 4): a token sees those of its own chunk, counted from the begin of its document. transformers
+# counts chunks, and the temperature of layers without rotary positions, from the begin of a packed row.
+
+
+def chunk_of(given: Mapping[str, Any]) -> int | None:
+    """The size of the chunks of a mask, in tokens; None where it has a window, or all keys. `given`: what a mask
+    function got. No model has both."""
+    config: Any = given.get("config")
+    size: int | None = given.get("local_size")
+    return size if size is not None and has_chunks(config) and size == config.attention_chunk_size else None
+
+
+def as_alone(module: Any, query: torch.Tensor, descriptor: MaskDescriptor) -> torch.Tensor:
+    """Queries [B, H, S, D] scaled by their positions in documents, where a layer scaled them by those in rows."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    micro_batch = descriptor.micro_batch
+    position = micro_batch.local(descriptor.nano_batch).positions()
+    batch, _, width, _ = query.shape
+    farthest = max(width - 1, int(position.max(initial=0)))
+    if len(position) != batch * width or farthest + 1 < module.floor_scale:
+        return query
+    in_row = np.arange(width)
+    position = np.where(position < 0, np.tile(in_row, batch), position).reshape(batch, width)
+
+    def temperature(at: np.ndarray) -> torch.Tensor:
+        steps = torch.floor((torch.from_numpy(at).to(query.device).float() + 1.0) / module.floor_scale)
+        return (torch.log1p(steps) * module.attn_scale + 1.0).to(torch.promote_types(query.dtype, torch.float32))
+
+    factor = temperature(position) / temperature(in_row)
+    return (query * factor[:, None, :, None]).to(query.dtype)

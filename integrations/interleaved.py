@@ -2,37 +2,39 @@
 
 The decoder keeps its code and its parameters; it gets a subclass of its own class. Its forward runs the original twice,
 in two greenlets, each with its share of the arguments and a scope that says which nano-batch it is, and joins what both
-return. Layers then belong to one nano-batch per call, also for checkpointing. See pingpong.py for the order.
+return. Layers then belong to one nano-batch per call, also for checkpointing. See nano_batches.py for the order.
 
-Where that cannot be, the decoder runs as it is and nano-batches alternate inside its layers (alternating.py).
+Where that cannot be, one line says why, the decoder runs as it is, and micro-batches are no longer cut: as with
+`"local_first"`. Nothing is looked at but the model and what wraps its modules, so every rank finds the same.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed_cad.integrations.alternating import DynamoOff, keep_hook
+import transformers
 from deepspeed_cad.integrations.functions import Scope, running
-from deepspeed_cad.integrations.interleavable import records, why_not_twice
-from deepspeed_cad.integrations.joined import CannotJoin, Join
-from deepspeed_cad.integrations.mixed_in import subclass_of
+from deepspeed_cad.integrations.models import LAYER_TYPES, batch_rope, is_reentrant
+from deepspeed_cad.integrations.row_cut import CannotJoin, RowCut
+from deepspeed_cad.integrations.structure import decoder_layers, subclass_of
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from deepspeed_cad.ahead.documents import batch_shape
 from deepspeed_cad.attention.microbatch import MicroBatch, NotInterleaved
-from deepspeed_cad.attention.pingpong import RowCut, run_alternating
+from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.notice import notice
 
-try:
-    from deepspeed_cad.attention.thread_state import RandomStream, ThreadState
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
-    MISSING = ""
-except ImportError as error:  # private names of another torch
-    MISSING = f"this torch ({torch.__version__}) keeps its state elsewhere: {error}"
+ONE_AT_A_TIME = not hasattr(transformers.utils, "output_capturing")
+"""Before that file was there, a forward replaced the forwards of its layers to record what they return."""
 
 _WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
 """Arguments that both nano-batches get as they are: no row of them belongs to one token."""
@@ -41,58 +43,48 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """An odd number whose multiples are far apart: 2^64 over the golden ratio."""
 
 
-class Interleaving:
-    """Whether the nano-batches of one model alternate over its decoder; decided once, on every rank alike."""
-
-    def __init__(self, speaks: bool) -> None:
-        """`speaks`: this rank says why not."""
-        self._speaks, self._asked = speaks, False
-        self.reason = ""
-        """Why not; empty where they do."""
-
-    def ask(self, decoder: torch.nn.Module) -> bool:
-        """Whether they do. Looks at the model at its first forward, when every wrapper is on it."""
-        if not self._asked:
-            self._asked = True
-            self.refuse(MISSING or why_not_twice(decoder))
-        return not self.reason
-
-    def refuse(self, reason: str) -> None:
-        """They do not from now on, for a reason; none: nothing changes."""
-        if reason and not self.reason:
-            self.reason = reason
-            if self._speaks:
-                notice(f"nano-batches alternate inside layers, not over the whole decoder: {reason}")
-
-
 class _Interleaved:
     """Marks the subclasses that `interleave` gives to decoders."""
 
 
-def interleave(decoder: torch.nn.Module) -> None:
+def interleave(decoder: nn.Module) -> None:
     """Give a decoder a subclass of its own class that can run as two nano-batches."""
     if not isinstance(decoder, _Interleaved):
         decoder.__class__ = _interleaved_class(type(decoder))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _interleaved_class(cls: type[torch.nn.Module]) -> type:
+def _interleaved_class(cls: type[nn.Module]) -> type:
     @functools.wraps(cls.forward)  # its signature: transformers and CAD read arguments by it
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         whole = functools.partial(cls.forward, self)
         scope = running.get()
         if scope is None or scope.part is not None or scope.alone is not None or scope.micro_batch is None:
             return whole(*args, **kwargs)
-        if scope.binding.decoder() is not self or len(scope.micro_batch.ticks) == 1:
+        if scope.binding.decoder() is not self or len(scope.micro_batch.ticks) == 1 or records(self, kwargs):
             return whole(*args, **kwargs)
-        if records(self, kwargs) or not scope.binding.interleaving.ask(self):
+        if scope.binding.in_turn is None:  # its first forward, when every wrapper is on it
+            _refuse(scope.binding, why_not_twice(self))
+        if scope.binding.in_turn:
             return whole(*args, **kwargs)
         return _run_parts(whole, scope, scope.micro_batch, args, kwargs)
 
     return subclass_of(cls, _Interleaved, forward=forward)
 
 
-@functools.partial(torch.compiler.disable, recursive=keep_hook)
+def _refuse(binding: Binding, reason: str) -> None:
+    """From now on the nano-batches of a model do not alternate, for a reason; none: they do."""
+    binding.in_turn = reason
+    if reason:
+        binding.feed.stays_whole()
+        if binding.session.rank == 0:
+            notice(
+                f'"overlap" is "local_first" for {type(binding.decoder()).__name__}, so reserved servers wait while '
+                f"its linear layers run: {reason}"
+            )
+
+
+@functools.partial(torch.compiler.disable, recursive=False)
 def _run_parts(
     whole: Callable[..., Any], scope: Scope, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -108,7 +100,7 @@ def _run_parts(
     seed = (torch.initial_seed() + (micro_batch.turn + 1) * _GOLDEN) % 2**63
     streams = RandomStream(device), RandomStream(device, seed)
     try:
-        with DynamoOff() as dynamo:
+        with _DynamoOff() as dynamo:
 
             def run(part: int) -> Any:
                 running.set(replace(scope, part=part))
@@ -116,14 +108,107 @@ def _run_parts(
 
             states = ThreadState(device, streams[0]), ThreadState(device, streams[1])
             first, second = run_alternating(lambda: run(0), lambda: run(1), states)
-        return Join(cut).join(first, second)
+        return cut.join(first, second)
     except NotInterleaved as reason:
-        scope.binding.interleaving.refuse(str(reason))
+        _refuse(scope.binding, str(reason))
     except CannotJoin as reason:
         # Both ran, on every rank, and every rank found this: all of them run the whole micro-batch again.
         micro_batch.forget_calls()
-        scope.binding.interleaving.refuse(f"{type(scope.binding.decoder()).__name__} returns {reason}")
+        _refuse(scope.binding, f"it returns {reason}")
     finally:
         # The numbers after this forward are not those that a nano-batch drew.
         streams[0].put_on()
     return whole(*args, **kwargs)
+
+
+class _DynamoOff:
+    """Keeps torch.compile's frame hook off inside, except in `run`: Dynamo looks at both runs of a compiled decoder and
+    not at what alternates them. It is off whenever nano-batches hand over."""
+
+    def __enter__(self) -> _DynamoOff:
+        self._hook = set_eval_frame(None)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        set_eval_frame(self._hook)
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call with the hook as it was outside."""
+        set_eval_frame(self._hook)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(None)
+
+
+# Why not
+
+
+def why_not_twice(decoder: nn.Module) -> str:
+    """Why the decoder's forward cannot run twice at a time, each on a part of the tokens; empty where it can."""
+    return next(filter(None, (check(decoder) for check in _CHECKS)), "")
+
+
+def _sharding(decoder: nn.Module) -> str:
+    # Each call of a layer gathers its parameters and gives them back, while the other nano-batch is inside.
+    if any(hasattr(parameter, "ds_id") for parameter in decoder.parameters()):
+        return "ZeRO-3 shards the parameters, and a layer that ran gives them back"
+    for module in decoder.modules():
+        if hasattr(module, "_get_fsdp_state") or hasattr(module, "_fsdp_wrapped_module"):
+            return "FSDP wraps its layers, and a layer that ran gives its parameters back or reduces their gradients"
+    return ""
+
+
+def _checkpointing(decoder: nn.Module) -> str:
+    for module in decoder.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) and function is not None and is_reentrant(function):
+            return (
+                "reentrant checkpointing runs the backward of a layer in one piece; set use_reentrant to false "
+                "(gradient_checkpointing_kwargs)"
+            )
+    return ""
+
+
+def _layers(decoder: nn.Module) -> str:
+    config = getattr(decoder, "config", None)
+    other = sorted(map(str, set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES))
+    if other:
+        return f"layers of type {', '.join(other)} look at earlier tokens by other ways than attention"
+    for index, layer in enumerate(decoder_layers(decoder) or ()):
+        names = [type(module).__name__ for module in layer.modules()]
+        if not any("Attention" in name for name in names):
+            return f"layer {index} has no attention, and nobody knows which tokens it looks at"
+        if any(isinstance(module, nn.Conv1d) for module in layer.modules()):
+            return f"layer {index} has a convolution over tokens"
+    return ""
+
+
+def _positions(decoder: nn.Module) -> str:
+    config = getattr(decoder, "config", None)
+    kind = batch_rope(config)
+    if kind:
+        return f'rope_type is "{kind}": its frequencies depend on the largest position in the batch'
+    if getattr(config, "model_type", "") == "opt":
+        return "OPT counts positions by its padding mask"
+    return ""
+
+
+def _images(decoder: nn.Module) -> str:
+    if "deepstack_visual_embeds" in inspect.signature(decoder.forward).parameters:
+        return "features of images are added between its layers"
+    return ""
+
+
+def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a forward with these arguments records outputs of layers in a way that two at a time would disturb."""
+    if not ONE_AT_A_TIME:
+        return False
+    config = getattr(decoder, "config", None)
+    names = ("output_hidden_states", "output_router_logits")
+    return any(getattr(config, name, False) if given.get(name) is None else given[name] for name in names)
+
+
+_CHECKS: tuple[Callable[[nn.Module], str], ...] = (
+    _sharding, _checkpointing, _layers, _positions, _images,
+)  # fmt: skip

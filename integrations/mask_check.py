@@ -24,6 +24,9 @@ logger = logging.getLogger("deepspeed_cad")
 DOCUMENTS, QUERIES = 16, 5
 """How many documents are looked at, and how many queries of each; every query is compared with about ten keys."""
 
+_PLACES = ("cache_position", "attention_mask")
+"""Arguments that lie where the mask function's own tensors do; newer versions of transformers say the device."""
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -81,7 +84,8 @@ def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], 
     query, key = _sample(document, width, window, np.random.default_rng([forwards, window or 0]))
     if len(query) == 0:
         return
-    shown = _evaluate(function, query, key, width, query_base, key_base, given, forwards)
+    columns = np.stack([query // width, query * 0, query % width + query_base, key % width + key_base])
+    shown = _evaluate(function, columns, given, forwards)
     if shown is None:
         return
     distance = position[query] - position[key]
@@ -124,78 +128,39 @@ def _rows(local: LocalSegments) -> tuple[Ints, Ints]:
 
 def _sample(document: Ints, width: int, window: int | None, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Pairs of rows in the same batch row: edges of documents and windows, the diagonal, and random ones."""
-    starts = np.flatnonzero((np.diff(document, prepend=-2) != 0) & (document >= 0))
-    if len(starts) == 0:
-        return starts, starts
-    stops = np.append(np.flatnonzero(np.diff(document) != 0) + 1, len(document))
-    stops = stops[np.searchsorted(stops, starts, side="right")]
+    border = np.diff(document, prepend=-2, append=-2) != 0
+    starts = np.flatnonzero(border[:-1] & (document >= 0))
+    stops = np.flatnonzero(border[1:] & (document >= 0)) + 1
     longest = np.argsort(starts - stops, kind="stable")[: DOCUMENTS // 2]
-    chosen = np.union1d(longest, rng.choice(len(starts), min(DOCUMENTS - len(longest), len(starts)), replace=False))
-    queries, keys = [], []
-    for start, stop in zip(starts[chosen], stops[chosen], strict=True):
-        inner = rng.integers(start, stop, QUERIES - 2)
-        for query in np.unique([start, stop - 1, *inner]):
-            edge = query - (window or 0)
-            near = [query, query - 1, query + 1, start, stop - 1, start - 1, stop, *rng.integers(start, stop, 2)]
-            if window is not None:
-                near += [edge - 1, edge, edge + 1]
-            found = np.unique(np.array(near, np.int64))
-            low, high = query // width * width, query // width * width + width
-            found = found[(found >= low) & (found < high)]
-            keys.append(found)
-            queries.append(np.full(len(found), query))
-    query, key = np.concatenate(queries), np.concatenate(keys)
-    valid = document[key] >= 0
-    return query[valid], key[valid]
+    drawn = rng.permutation(len(starts))[: DOCUMENTS - len(longest)]
+    chosen = np.union1d(longest, drawn).astype(np.int64)
+    start, stop = (np.tile(each[chosen], QUERIES) for each in (starts, stops))
+    query = rng.integers(start, stop)
+    query[: len(chosen)], query[len(chosen) : 2 * len(chosen)] = starts[chosen], stops[chosen] - 1
+    keys = [query, query - 1, query + 1, start, stop - 1, start - 1, stop, *rng.integers(start, stop, (2, len(query)))]
+    if window is not None:
+        keys += [query - window - 1, query - window, query - window + 1]
+    query, key = np.tile(query, len(keys)), np.concatenate(keys)
+    query, key = (each[(key >= 0) & (key < len(document))] for each in (query, key))
+    fine = (key // width == query // width) & (document[key] >= 0)
+    return query[fine], key[fine]
 
 
 def _evaluate(
-    function: Callable[..., torch.Tensor],
-    query: Ints,
-    key: Ints,
-    width: int,
-    query_base: int,
-    key_base: int,
-    given: dict[str, Any],
-    forwards: int,
+    function: Callable[..., torch.Tensor], columns: Ints, given: dict[str, Any], forwards: int
 ) -> npt.NDArray[np.bool_] | None:
-    """What the mask function says of each pair; None where it cannot be asked."""
-    columns = np.stack([query // width, query * 0, query % width + query_base, key % width + key_base])
+    """What the mask function says of pairs, [batch row, head, query, key]; None where it cannot be asked."""
+    lies = next((one for name in _PLACES if isinstance(one := given.get(name), torch.Tensor)), None)
+    device = given.get("device") or ("cpu" if lies is None else lies.device)
     try:
-        index = torch.from_numpy(columns).to(_device(function, given))
         with torch.no_grad():
-            shown = function(*index.unbind(0))
-        return shown.to(torch.bool).expand(len(query)).cpu().numpy()
+            shown = function(*torch.from_numpy(columns).to(device).unbind(0))
+        return shown.to(torch.bool).expand(columns.shape[1]).cpu().numpy()
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         if forwards == 0:
             logger.warning(
                 "deepspeed_cad: the model's mask function cannot be evaluated at single positions (%s: %s); its mask "
                 "is not checked against the plan",
-                type(error).__name__,
-                str(error).splitlines()[0] if str(error) else "",
-            )
+                type(error).__name__, str(error).partition("\n")[0],
+            )  # fmt: skip
         return None
-
-
-def _device(function: Callable[..., Any], given: dict[str, Any]) -> torch.device:
-    """Where the mask function's own tensors lie."""
-    if given.get("device") is not None:
-        return torch.device(given["device"])
-    for name in ("cache_position", "attention_mask"):
-        if isinstance(given.get(name), torch.Tensor):
-            return torch.device(given[name].device)
-    found = _captured(function, 0)
-    return torch.device("cpu") if found is None else found.device
-
-
-def _captured(function: Any, depth: int) -> torch.Tensor | None:
-    """A tensor that a function, or a function that it calls, has captured."""
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        for item in content if isinstance(content, tuple) else (content,):
-            found = item if isinstance(item, torch.Tensor) else None
-            if found is None and callable(item) and depth < 8:
-                found = _captured(item, depth + 1)
-            if found is not None:
-                return found
-    return None

@@ -12,19 +12,18 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from deepspeed_cad.integrations.chunks import KIND, has_chunks
 from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.recurrent import CARRYING, find_recurrent
-from deepspeed_cad.integrations.structure import has_attention, text_part
+from deepspeed_cad.integrations.structure import KIND, has_attention, has_chunks, text_part
 from torch import nn
 from transformers import PreTrainedModel
 
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.session import Session
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -37,11 +36,12 @@ _LAYER_FIELDS = ("layer_types", "layers_block_type", "block_types", "attn_type_l
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _MASK_NAMES = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
 _ATTENTION_DROPOUT = re.compile(r"att(entio)?n.*drop|drop.*att(entio)?n")
+_BIDIRECTIONAL = "tokens would see later tokens, and CAD computes causal attention"
+_CROSSING = "cross-attention reads tokens that are in no document"
 _STATE = re.compile(r"(^|\.)(A_log|dt_bias|time_decay)$")
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a model is refused."""
 
     found: str
@@ -49,202 +49,168 @@ class Refusal:
     reason: str
     instead: str = "Train this model without CAD"
 
-    def error(self, model: PreTrainedModel) -> CADUnsupportedError:
-        """The error that the user reads."""
-        kind = getattr(model.config, "model_type", "") or "no model_type"
-        return CADUnsupportedError(
-            f"CAD does not support {type(model).__name__} ({kind}): {self.found}: {self.reason}. {self.instead}"
-        )
-
 
 def refuse_model(model: PreTrainedModel) -> None:
     """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly.
 
     A model that passes every check but was never tried is accepted with a warning.
     """
-    part = text_part(model)
-    for check in _CHECKS:
-        refusal = check(part)
-        if refusal is not None:
-            raise refusal.error(model)
     kind = getattr(model.config, "model_type", "")
+    part = text_part(model)
+    for check in (_of_family, _of_layers, _of_modules, _of_interface, _of_scores):
+        for found, reason, instead in check(part):
+            raise CADUnsupportedError(
+                f"CAD does not support {type(model).__name__} ({kind or 'no model_type'}): {found}: {reason}. {instead}"
+            )
     if kind not in SUPPORTED | SEEING:
         logger.warning(
             "deepspeed_cad: %s (%s) was never tested with CAD. It passes the checks of its structure, and the sampled "
             'check compares its attention mask with the plan while it trains ("check": "sampled")',
-            type(model).__name__,
-            kind,
-        )
+            type(model).__name__, kind,
+        )  # fmt: skip
 
 
 # The checks, from what a model is to what it contains
 
 
-def _check_family(model: PreTrainedModel) -> Refusal | None:
+def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
-        return Refusal("is_encoder_decoder is True", "an encoder and cross-attention do not fit causal documents")
-    reason = REFUSED.get(getattr(config, "model_type", ""))
+        yield Refusal("is_encoder_decoder is True", "an encoder and cross-attention do not fit causal documents")
+    kind = getattr(config, "model_type", "")
+    reason = REFUSED.get(kind)
     parts = sorted(name for name in vars(config) if name.endswith("_config") and _is_config(getattr(config, name)))
     other = [name for name in parts if name in ("text_config", "vision_config", "audio_config", "decoder_config")]
     if other:
-        return Refusal(
+        yield Refusal(
             f"its config has {', '.join(other)}",
             reason
             or "models of several modalities use cross-attention, or attention that is not causal inside an image, and "
             "nobody tried this one",
             "Train its text decoder alone (its ...ForCausalLM class on the text config), or train without CAD",
         )
-    return None if reason is None else Refusal(f'model_type is "{config.model_type}"', reason)
+    if reason is not None:
+        yield Refusal(f'model_type is "{kind}"', reason)
+    if getattr(config, "is_causal", None) is False:
+        yield Refusal("is_causal is False", _BIDIRECTIONAL)
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        yield Refusal(f"use_bidirectional_attention is {config.use_bidirectional_attention!r}", _BIDIRECTIONAL)
+    if getattr(config, "add_cross_attention", False):
+        yield Refusal("add_cross_attention is True", _CROSSING)
 
 
-def _check_interface(model: PreTrainedModel) -> Refusal | None:
+def _of_layers(model: PreTrainedModel) -> Iterator[Refusal]:
+    config, recurrent = model.config, find_recurrent(model)
+    if getattr(config, "attention_chunk_size", None) and not has_chunks(config):
+        yield Refusal(
+            f"attention_chunk_size is {config.attention_chunk_size}",
+            "chunked attention cuts documents at fixed positions, and layer_types does not say in which layers",
+        )
+    for field in _LAYER_FIELDS:
+        kinds = getattr(config, field, None)
+        named = [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, (list, tuple)) else []
+        # Of layers with state CAD keeps that of all it knows inside documents.
+        known = CARRYING if sum(kind in CARRYING for kind in named) == len(recurrent) else set()
+        if foreign := set(named) - LAYER_TYPES - known:
+            yield Refusal(
+                f"{field} has {', '.join(sorted(foreign))}",
+                "such layers either carry state from token to token, which CAD's documents do not reset, or choose "
+                "their keys by content",
+            )
+    if shared := getattr(config, "num_kv_shared_layers", 0):
+        yield Refusal(f"num_kv_shared_layers is {shared}", "layers that read the keys of other layers are not planned")
+    owned = tuple(f"{name}." for name in recurrent)
+    for name, parameter in model.named_parameters():
+        if _STATE.search(name) and not name.startswith(owned):
+            yield Refusal(f"{name} of shape {tuple(parameter.shape)}", "a state-space layer leaks across documents")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)) and not name.startswith(owned):
+            leaks = "it mixes neighbouring tokens and so leaks across documents"
+            yield Refusal(f"{name} is a {type(module).__name__}", leaks)
+
+
+def _of_modules(model: PreTrainedModel) -> Iterator[Refusal]:
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module).__name__
+        if getattr(module, "is_cross_attention", False) is True or "CrossAttention" in kind:
+            yield Refusal(f"{name} is cross-attention", _CROSSING)
+        if "Indexer" in kind:
+            yield Refusal(f"{name} is a {kind}", "sparse attention chooses its keys by content")
+        if "Attention" not in kind:
+            continue
+        if getattr(module, "is_causal", None) is False:
+            yield Refusal(f"{name}.is_causal is False", _BIDIRECTIONAL)
+        if seen.setdefault(id(module), name) != name:
+            yield Refusal(f"{name} is the same module as {seen[id(module)]}", "layers share one attention module")
+        # The config may have been changed after the modules were made from it.
+        yield from _dropout(f"{name}.attention_dropout", getattr(module, "attention_dropout", 0.0), "attention_dropout")
+
+
+def _of_interface(model: PreTrainedModel) -> Iterator[Refusal]:
     recurrent = find_recurrent(model)
-    if recurrent and not _attention(model):
-        return Refusal(
+    named = (module for module in model.modules() if type(module).__name__.endswith("Attention"))
+    attention = [module for module in named if module not in recurrent.values()]
+    if recurrent and not attention:
+        yield Refusal(
             f"{len(recurrent)} layers carry state from token to token and none attends",
             "such layers cost the same on every rank, so there is nothing to balance",
         )
-    if not getattr(model, "_supports_attention_backend", False) and not _calls_interface(model):
-        return Refusal(
+    # Of most hybrids transformers leaves the flag unset.
+    calls = bool(recurrent) and all(has_attention(module) for module in attention)
+    if not getattr(model, "_supports_attention_backend", False) and not calls:
+        yield Refusal(
             "_supports_attention_backend is False",
             "it does not call the attention interface of transformers, through which CAD takes over attention",
             "Use a newer version of transformers if it supports this model there, or train without CAD",
         )
     for names, what in ((("ALL_ATTENTION_FUNCTIONS", "AttentionInterface"), "attention"), (_MASK_NAMES, "mask")):
         if not any(hasattr(home, name) for home in _homes(model) for name in names):
-            return Refusal(
+            yield Refusal(
                 f"the code of {type(model).__module__} imports none of {', '.join(names)}",
                 f"custom code that bypasses the {what} interface of transformers hides its documents from CAD",
                 "Load the model without trust_remote_code, or train without CAD",
             )
-    return None
 
 
-def _attention(model: PreTrainedModel) -> list[nn.Module]:
-    recurrent = find_recurrent(model).values()
-    attention = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    return [module for module in attention if module not in recurrent]
-
-
-def _calls_interface(model: PreTrainedModel) -> bool:
-    """Whether a hybrid's attention calls the interface: transformers leaves the flag unset for most of them."""
-    return bool(find_recurrent(model)) and all(has_attention(module) for module in _attention(model))
-
-
-def _check_causal(model: PreTrainedModel) -> Refusal | None:
-    config = model.config
-    bidirectional = "tokens would see later tokens, and CAD computes causal attention"
-    if getattr(config, "is_causal", None) is False:
-        return Refusal("is_causal is False", bidirectional)
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        return Refusal(f"use_bidirectional_attention is {config.use_bidirectional_attention!r}", bidirectional)
-    if getattr(config, "add_cross_attention", False):
-        return Refusal("add_cross_attention is True", "cross-attention reads tokens that are in no document")
-    for name, module in model.named_modules():
-        if getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__:
-            return Refusal(f"{name} is cross-attention", "it reads tokens that are in no document")
-        if getattr(module, "is_causal", None) is False and "Attention" in type(module).__name__:
-            return Refusal(f"{name}.is_causal is False", bidirectional)
-    return None
-
-
-def _check_dropout(model: PreTrainedModel) -> Refusal | None:
-    reason = "attention weights would be dropped at random on another rank than without CAD"
-    instead = "Load the model with from_pretrained(..., {}=0.0); dropout elsewhere in the model is fine"
+def _of_scores(model: PreTrainedModel) -> Iterator[Refusal]:
+    bias = "it adds a bias to the attention scores; CAD's kernels add none"
     for name, value in _fields(model.config):
         key = name.rsplit(".", 1)[-1]
-        if _ATTENTION_DROPOUT.search(key) and isinstance(value, (int, float)) and value > 0:
-            return Refusal(f"{name} is {value}", reason, instead.format(name))
-    for name, module in model.named_modules():
-        # The config may have been changed after the modules were made from it.
-        value = getattr(module, "attention_dropout", 0.0) if "Attention" in type(module).__name__ else 0.0
-        if isinstance(value, (int, float)) and value > 0:
-            return Refusal(f"{name}.attention_dropout is {value}", reason, instead.format("attention_dropout"))
-    return None
-
-
-def _check_layers(model: PreTrainedModel) -> Refusal | None:
-    config = model.config
-    if getattr(config, "attention_chunk_size", None) and not has_chunks(config):
-        return Refusal(
-            f"attention_chunk_size is {config.attention_chunk_size}",
-            "chunked attention cuts documents at fixed positions, and layer_types does not say in which layers",
-        )
-    recurrent = find_recurrent(model)
-    for field in _LAYER_FIELDS:
-        kinds = getattr(config, field, None)
-        if isinstance(kinds, (list, tuple)):
-            named = [kind for kind in kinds if isinstance(kind, str)]
-            foreign = set(named) - LAYER_TYPES
-            # Layers whose state CAD keeps inside documents.
-            if sum(kind in CARRYING for kind in named) == len(recurrent):
-                foreign -= CARRYING
-            if foreign:
-                return Refusal(
-                    f"{field} has {', '.join(sorted(foreign))}",
-                    "such layers either carry state from token to token, which CAD's documents do not reset, or "
-                    "choose their keys by content",
-                )
-    owned = tuple(f"{name}." for name in recurrent)
-    for name, parameter in model.named_parameters():
-        if _STATE.search(name) and not name.startswith(owned):
-            return Refusal(f"{name} of shape {tuple(parameter.shape)}", "a state-space layer leaks across documents")
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)) and not name.startswith(owned):
-            return Refusal(
-                f"{name} is a {type(module).__name__}", "it mixes neighbouring tokens and so leaks across documents"
-            )
-        if "Indexer" in type(module).__name__:
-            return Refusal(f"{name} is a {type(module).__name__}", "sparse attention chooses its keys by content")
-    return None
-
-
-def _check_bias(model: PreTrainedModel) -> Refusal | None:
-    for name, value in _fields(model.config):
-        key = name.rsplit(".", 1)[-1]
-        if key in ("alibi", "use_alibi") and value:
-            return Refusal(f"{name} is {value}", "ALiBi adds a bias to the attention scores; CAD's kernels add none")
-        if key == "position_embedding_type" and value in ("alibi", "relative_key", "relative_key_query"):
-            return Refusal(f'{name} is "{value}"', "it adds a bias to the attention scores; CAD's kernels add none")
-        if key == "relative_attention_num_buckets" and value:
-            return Refusal(f"{name} is {value}", "a relative bias is added to the attention scores")
+        if (
+            (key in ("alibi", "use_alibi", "relative_attention_num_buckets") and value)
+            or (key == "position_embedding_type" and value in ("alibi", "relative_key", "relative_key_query"))
+        ):  # fmt: skip
+            yield Refusal(f"{name} is {value!r}", bias)
+        if _ATTENTION_DROPOUT.search(key):
+            yield from _dropout(name, value, name)
     layer_scaled = getattr(model.config, "scale_attn_by_inverse_layer_idx", False)
     if layer_scaled or getattr(model.config, "scale_attn_weights", True) is False:
         if not any(hasattr(m, "scaling") for m in model.modules()):
-            return Refusal(
+            yield Refusal(
                 "scale_attn_by_inverse_layer_idx" if layer_scaled else "scale_attn_weights is False",
                 "this version of transformers passes the scale to its own eager attention only",
                 "Use transformers 5.20 or newer, or train without CAD",
             )
-    return None
 
 
-def _check_sharing(model: PreTrainedModel) -> Refusal | None:
-    shared = getattr(model.config, "num_kv_shared_layers", 0)
-    if shared:
-        return Refusal(f"num_kv_shared_layers is {shared}", "layers that read the keys of other layers are not planned")
-    seen: dict[int, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if "Attention" in type(module).__name__ and seen.setdefault(id(module), name) != name:
-            return Refusal(f"{name} is the same module as {seen[id(module)]}", "layers share one attention module")
-    return None
+def _dropout(name: str, value: Any, key: str) -> Iterator[Refusal]:
+    if isinstance(value, (int, float)) and value > 0:
+        yield Refusal(
+            f"{name} is {value}",
+            "attention weights would be dropped at random on another rank than without CAD",
+            f"Load the model with from_pretrained(..., {key}=0.0); dropout elsewhere in the model is fine",
+        )
 
 
-_CHECKS: tuple[Callable[[PreTrainedModel], Refusal | None], ...] = (
-    _check_family, _check_causal, _check_layers, _check_sharing, _check_interface, _check_bias, _check_dropout,
-)  # fmt: skip
-
-
-def refuse_arguments(label: str, arguments: Mapping[str, Any]) -> None:
-    """Raise CADUnsupportedError if an attention call has an argument that changes what attention computes.
-
-    `arguments`: what the attention interface received besides query, key, value, mask, scaling, dropout, softcap and
-    sinks. `is_causal` is not looked at: models set it to False wherever a mask is given. Cheap enough for every call.
-    """
-    for name in ("indices", "block_indices", "position_bias", "attention_bias", "head_mask"):
-        if arguments.get(name) is not None:
-            raise CADUnsupportedError(f"{label} passes {name} to its attention, which CAD cannot reproduce")
+def refuse_beside_chunks(session: Session) -> None:
+    """Raise CADUnsupportedError for what knows documents and windows only."""
+    for found, what in (
+        (session.servers.at_start > 0, 'reserved servers ("servers")'), (session.shares.pieces, "Ulysses"),
+        (session.config.verify > 0, '"verify"'),
+    ):  # fmt: skip
+        if found:
+            raise CADUnsupportedError(f"layers of this model attend in chunks, beside which {what} cannot be had")
 
 
 def refuse_checkpointing(decoder: nn.Module) -> None:

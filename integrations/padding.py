@@ -6,8 +6,7 @@ that where labels are -100 behind the mask; where they are not, or nobody knows,
 model itself would: by its own attention function, on this rank, beside the plan.
 
 In: this rank's rows, the labels that the model was called with. Out: O with its rows of padding filled. `B` batch
-rows, `S` tokens of each, `H` and `K` query and key heads, `D` and `V` their sizes, `b` and `m` batch rows and columns
-that have padding.
+rows, `S` tokens of each, `H` and `K` query and key heads, `D` and `V` their sizes, `m` columns that have padding.
 """
 
 from __future__ import annotations
@@ -31,19 +30,17 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The rectangle of queries that holds all padding of one nano-batch, for one window."""
+    """The columns of queries that hold all padding of one nano-batch, for one window."""
 
-    rows: torch.Tensor | None
-    """[b] batch rows with padding; None: all."""
     begin: int
     end: int
     """Columns with padding, counted from the first query of the nano-batch."""
     keys: int
     """Columns of keys that are read, counted from the start of the batch row."""
     visible: torch.Tensor
-    """[b, 1, m, keys] which keys a query sees."""
+    """[B, 1, m, keys] which keys a query sees."""
     padded: torch.Tensor
-    """[b, m, 1, 1] which queries of the rectangle are padding."""
+    """[B, m, 1, 1] which of these queries are padding."""
 
 
 class Padding:
@@ -67,7 +64,7 @@ class Padding:
         o_BSHV: torch.Tensor,
         attend: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """O with its rows of padding. `attend(q, k, v, visible)` gives [b, m, H, V] by the model's own attention."""
+        """O with its rows of padding. `attend(q, k, v, visible)` gives [B, m, H, V] by the model's own attention."""
         cut = self._cut(descriptor)
         if cut is None:
             return o_BSHV
@@ -88,20 +85,19 @@ class Padding:
         block = self._blocks[name]
         if block is None:
             return o_BSHV
-        q = q_BHSD[:, :, block.begin : block.end]
-        o, k, v = o_BSHV, k[:, :, : block.keys], v[:, :, : block.keys]
-        if block.rows is not None:
-            q, o, k, v = (x.index_select(0, block.rows) for x in (q, o, k, v))
-        filled = torch.where(block.padded, attend(q, k, v, block.visible), o[:, block.begin : block.end])
-        o = torch.cat([o[:, : block.begin], filled, o[:, block.end :]], dim=1)
-        return o if block.rows is None else o_BSHV.index_copy(0, block.rows, o)
+        filled = attend(
+            q_BHSD[:, :, block.begin : block.end], k[:, :, : block.keys], v[:, :, : block.keys], block.visible
+        )
+        own = o_BSHV[:, block.begin : block.end]
+        parts = o_BSHV[:, : block.begin], torch.where(block.padded, filled, own), o_BSHV[:, block.end :]
+        return torch.cat(parts, dim=1)
 
     def _cut(self, descriptor: MaskDescriptor) -> tuple[slice, int, int] | None:
         """Batch rows and columns of a nano-batch; None for a stand-in that has none."""
         batch, width = self.real_BS.shape
         if descriptor.nano_batch is None:
             return slice(0, batch), 0, width
-        at = descriptor.row_cut(batch, width).at
+        at = descriptor.micro_batch.rows(0)
         if batch == 1:
             first, last = (0, at) if descriptor.nano_batch == 0 else (at, width)
             return (slice(0, 1), first, last) if first < last else None
@@ -118,18 +114,15 @@ class Padding:
         wanted = padded if self.eager else padded & ~blind
         if not wanted.any():
             return None
-        rows, columns = np.flatnonzero(wanted.any(axis=1)), np.flatnonzero(wanted.any(axis=0))
+        columns = np.flatnonzero(wanted.any(axis=0))
         begin, end = int(columns[0]), int(columns[-1]) + 1
         keys = last if self.eager else first + end
         query = torch.arange(first + begin, first + end, device=self.device)[:, None]
         key = torch.arange(keys, device=self.device)[None]
         near = (key <= query) & (query - key < (window or width))
-        upload = torch.from_numpy(real[rows, :keys]).to(self.device)
-        return _Block(
-            None if len(rows) == len(real) else torch.from_numpy(rows).to(self.device),
-            begin, end, keys, (near & upload[:, None, :])[:, None],
-            torch.from_numpy(padded[rows, begin:end]).to(self.device)[:, :, None, None],
-        )  # fmt: skip
+        shown = torch.from_numpy(real[:, :keys]).to(self.device)
+        padding = torch.from_numpy(padded[:, begin:end]).to(self.device)
+        return _Block(begin, end, keys, (near & shown[:, None, :])[:, None], padding[:, :, None, None])
 
 
 def find_padding(local: LocalSegments, batch: int, width: int) -> Bools | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from deepspeed_cad.integrations.chunks import chunk_of
-from deepspeed_cad.integrations.layer_call import attend_layer
+from deepspeed_cad.integrations.functions import attend_layer, chunk_of
 from deepspeed_cad.integrations.structure import name_layer
 from transformers import AttentionInterface, AttentionMaskInterface
 

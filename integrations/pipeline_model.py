@@ -21,8 +21,17 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
 from deepspeed_cad.integrations.models import refuse_model
-from deepspeed_cad.integrations.pipeline_parts import Embedding, Head, Norm, Part, cut_config, decoder_around
-from deepspeed_cad.integrations.pipeline_weights import Load, assemble, from_checkpoint, from_memory
+from deepspeed_cad.integrations.pipeline_parts import (
+    Embedding,
+    Head,
+    Load,
+    Norm,
+    Part,
+    assemble,
+    cut_config,
+    decoder_around,
+    from_checkpoint,
+)
 from deepspeed_cad.integrations.structure import decoder_layers, find_decoder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -62,7 +71,7 @@ def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **
             f"{stages} pipeline stages for a model with {count} decoder layers: every stage needs one layer or "
             f"more, so take 1 to {count} stages"
         )
-    load = from_memory(source) if source is not None else from_checkpoint(str(model), type(skeleton), loading)
+    load = (lambda *wanted: source) if source is not None else from_checkpoint(str(model), type(skeleton), loading)
     return _Pipeline(skeleton, load, num_stages=stages, **settings)
 
 

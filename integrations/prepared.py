@@ -4,43 +4,31 @@ In: the class `accelerate.data_loader.DataLoaderShard`, whose iteration is wrapp
 it is; only its iterator changes, and only where it is seen that its batches are trained as they are: CAD is on for one
 model, the first batch of the epoch was its next training forward, unchanged, on every rank. So loaders of evaluation,
 loaders that a script only looks at, and batches that a script shortens or joins go straight through; of loaders that
-give every rank as many batches, forwards without backward are balanced.
+give every rank as many batches, forwards without backward are balanced. Kinds of parallelism and of loading that
+do not go together with CAD are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepspeed_cad.integrations.forward_only import given_out
+from deepspeed_cad.integrations.wrapped import wrap_once
 
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.loader import LookAheadLoader
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.session import current_session
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
 
-_MARK = "__deepspeed_cad__"
-
 
 def install_loader_hooks(module: ModuleType) -> None:
     """Wrap the iteration of prepared loaders of the module `accelerate.data_loader`. Idempotent."""
-    original = module.DataLoaderShard.__iter__
-    if not hasattr(original, _MARK):
-        wrapped = wraps(original)(_wrap_iter(original))
-        setattr(wrapped, _MARK, True)
-        module.DataLoaderShard.__iter__ = wrapped
-
-
-def _wrap_iter(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    def __iter__(self: Any) -> Iterator[Any]:
-        return PreparedIterator(self, original(self))
-
-    return __iter__
+    wrap_once(module.DataLoaderShard, "__iter__", lambda original: lambda self: PreparedIterator(self, original(self)))
 
 
 class PreparedIterator:
@@ -85,10 +73,10 @@ class PreparedIterator:
         except StopIteration:
             return
         if binding is not None:
-            self._counted = binding.trained, binding.looked
+            self._counted = binding.forwards, binding.looked
         yield first
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
-        if binding is None or binding.announcer is not None or binding.trained != self._counted[0] + 1:
+        if binding is None or binding.announcer is not None or binding.forwards != self._counted[0] + 1:
             yield from self._plain
         elif not binding.feed.agree_to_announce(_reads(binding, first)):
             yield from self._plain
@@ -103,8 +91,8 @@ class PreparedIterator:
     def _follow(self) -> None:
         """The epoch is over: attend for ranks that have more of it, where it was one of forwards without backward."""
         binding = self._binding
-        if binding is not None and binding.trained == self._counted[0] and binding.looked > self._counted[1]:
-            self._counted = binding.trained, binding.looked
+        if binding is not None and binding.forwards == self._counted[0] and binding.looked > self._counted[1]:
+            self._counted = binding.forwards, binding.looked
             binding.follow()
 
     def _find_binding(self) -> Binding | None:
@@ -151,3 +139,35 @@ def _reads(binding: Binding, batch: Any) -> bool:
     except (CADError, AttributeError, TypeError):
         return False
     return binding.last_read is not None and mine.local.same_as(binding.last_read)
+
+
+# What does not go together with CAD
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if getattr(parallel, "cp_enabled", False):
+        raise CADUnsupportedError(
+            "context parallelism (cp_size) is on in Accelerate's parallelism_config beside CAD; CAD spreads attention "
+            "over all data-parallel ranks by itself. Set it to 1 or take CAD out"
+        )
+    if accelerator.distributed_type == "MEGATRON_LM":
+        raise CADUnsupportedError("Megatron-LM has attention of its own that CAD cannot switch; use FSDP or DeepSpeed")
+    if getattr(accelerator.dataloader_config, "dispatch_batches", None):
+        _refuse_dispatcher()
+
+
+def refuse_loader(loader: Any) -> None:
+    """Raise CADUnsupportedError for a prepared loader that cannot give each rank packed rows of its own."""
+    if any(cls.__name__ == "DataLoaderDispatcher" for cls in type(loader).__mro__):
+        _refuse_dispatcher()
+
+
+def _refuse_dispatcher() -> NoReturn:
+    raise CADUnsupportedError(
+        "dispatch_batches is on: the main process reads the batches of all ranks and concatenates them, which breaks "
+        "packed rows. It is Accelerate's default for an IterableDataset. Set dispatch_batches=False "
+        '(TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
+        "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))) and give each rank its share"
+    )

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders
-from deepspeed_cad.integrations.mixed_in import inside_wrappers, mix_in
 from deepspeed_cad.integrations.spanning import run_over_ranks
 from deepspeed_cad.integrations.state_check import Way, find_way
-from deepspeed_cad.integrations.structure import has_cache, name_layer
+from deepspeed_cad.integrations.structure import has_cache, inside_wrappers, mix_in, name_layer
 from torch import nn
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError
@@ -36,6 +35,10 @@ CARRYING = {"linear_attention", "mamba", "conv", "hybrid"}
 
 _OF_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say where documents begin. CAD knows that from the plan and gives its own."""
+_WHOLE = (
+    "Have its decoder layer gathered as a whole (FSDP: wrap decoder layers only; ZeRO-3: turn CAD on by the DeepSpeed "
+    "JSON, or before deepspeed.initialize)"
+)
 _UNUSED = ("cache_position", "labels", "shift_labels")
 """Tensors that such layers only read with a cache, or never: what a loss reads is handed on to layers too."""
 
@@ -46,20 +49,15 @@ def find_recurrent(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
+    """Whether its one convolution is per channel, over tokens, and causal where its surplus is cut off."""
     convolutions = [child for child in module.children() if isinstance(child, nn.modules.conv._ConvNd)]
-    names = inspect.signature(type(module).forward).parameters if convolutions else {}
+    if len(convolutions) != 1 or not isinstance(one := convolutions[0], nn.Conv1d):
+        return False
     return (
-        len(convolutions) == 1 and _is_causal(convolutions[0]) and {"hidden_states", "attention_mask"} <= names.keys()
-    )
-
-
-def _is_causal(convolution: nn.Module) -> bool:
-    """Whether it is one convolution per channel over tokens whose surplus, cut off, makes it causal."""
-    return (
-        isinstance(convolution, nn.Conv1d)
-        and convolution.groups == convolution.in_channels == convolution.out_channels
-        and convolution.stride == convolution.dilation == (1,)
-        and convolution.padding == (convolution.kernel_size[0] - 1,)
+        one.groups == one.in_channels == one.out_channels
+        and one.stride == one.dilation == (1,)
+        and one.padding == (one.kernel_size[0] - 1,)
+        and {"hidden_states", "attention_mask"} <= inspect.signature(type(module).forward).parameters.keys()
     )
 
 
@@ -216,9 +214,8 @@ def _run_spanning(
     if call.parted:
         inside.ways.fail(
             CADUnsupportedError(
-                f"{name_layer(call.module)} would run once more for documents that span ranks, but {call.parted}. Have "
-                "its decoder layer gathered as a whole (FSDP: wrap decoder layers only; ZeRO-3: turn CAD on by the "
-                "DeepSpeed JSON, or before deepspeed.initialize)"
+                f"{name_layer(call.module)} would run once more for documents that span ranks, but {call.parted}. "
+                f"{_WHOLE}"
             )
         )
     whole, spanning, place = borders.order(flat_1TD.device)
@@ -255,9 +252,7 @@ def _choose(call: _Call, inside: _Inside, hidden_BSD: torch.Tensor, label: str) 
     if way is Way.DOCUMENTS and call.parted:
         ways.fail(
             CADUnsupportedError(
-                f"{label} would run document by document, but {call.parted}. {_package(module)}, or have its decoder "
-                "layer gathered as a whole (FSDP: wrap decoder layers only; ZeRO-3: turn CAD on by the DeepSpeed JSON, "
-                "or before deepspeed.initialize)"
+                f"{label} would run document by document, but {call.parted}. {_package(module)}. Or: {_WHOLE}"
             )
         )
     if certain:
@@ -307,30 +302,25 @@ class _Call:
         self, way: Way, borders: Borders, hidden_1TD: torch.Tensor, mask_1T: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The layer on packed rows."""
+        device = hidden_1TD.device
         if way is Way.DOCUMENTS:
             lengths = borders.lengths
             masks = [None] * len(lengths) if mask_1T is None else mask_1T.split(lengths, dim=1)
             pieces = [self.whole(*one) for one in zip(hidden_1TD.split(lengths, dim=1), masks, strict=True)]
             return torch.cat(pieces, dim=1)
         if way is Way.BORDERS:
-            return self._varlen(borders, hidden_1TD, mask_1T, sequence=True)
-        wide, rows = borders.gapped(self.gap), borders.rows_in_gapped(self.gap, hidden_1TD.device)
+            told = {"seq_idx": borders.sequence(device)} if "seq_idx" in self.takes else {}
+            return self._varlen(borders, hidden_1TD, attention_mask=mask_1T, **told)
+        wide, rows = borders.gapped(self.gap), borders.rows_in_gapped(self.gap, device)
         blank = hidden_1TD.new_zeros(1, wide.width, hidden_1TD.shape[-1])
-        output = self._varlen(wide, blank.index_copy(1, rows, hidden_1TD), None, sequence=False)
+        output = self._varlen(wide, blank.index_copy(1, rows, hidden_1TD), attention_mask=None)
         return output.index_select(1, rows)
 
-    def _varlen(
-        self, borders: Borders, hidden_1TD: torch.Tensor, mask_1T: torch.Tensor | None, sequence: bool
-    ) -> torch.Tensor:
-        device = hidden_1TD.device
-        told: dict[str, Any] = {}
-        for name in self.takes & {"cu_seq_lens_q", "cu_seq_lens_k"}:
-            told[name] = borders.cumulative(device)
-        for name in self.takes & {"max_length_q", "max_length_k"}:
-            told[name] = max(borders.lengths)
-        if sequence and "seq_idx" in self.takes:
-            told["seq_idx"] = borders.sequence(device)
-        output: torch.Tensor = self._whole(hidden_states=hidden_1TD, attention_mask=mask_1T, **told)
+    def _varlen(self, borders: Borders, hidden_1TD: torch.Tensor, **told: Any) -> torch.Tensor:
+        cumulative, longest = borders.cumulative(hidden_1TD.device), max(borders.lengths)
+        for name in self.takes & {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}:
+            told[name] = cumulative if name.startswith("cu_") else longest
+        output: torch.Tensor = self._whole(hidden_states=hidden_1TD, **told)
         return output
 
 

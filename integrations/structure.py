@@ -1,17 +1,21 @@
 """What a model of transformers is made of: the model inside wrappers, its decoder, its layers, its own attention.
 
-In: a module. Out: parts of it, found by structure and by the conventions of transformers, nothing is changed.
+In: a module. Out: parts of it, found by structure and by the conventions of transformers; or the same module with a
+subclass of its own class, whose code, parameters and names stay while a mixin runs around them.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed_cad.integrations.model_table import SEEING
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,6 +23,16 @@ from deepspeed_cad.errors import CADUnsupportedError
 
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")
 """How versions of transformers call the argument that holds keys or state of tokens before; since 5.24 all "cache"."""
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+KIND = "chunked_attention"
+"""In `layer_types`."""
+
+
+def has_chunks(config: Any) -> bool:
+    """Whether some layers of a model attend in chunks."""
+    return KIND in (getattr(config, "layer_types", None) or ())
 
 
 def has_cache(given: Mapping[str, Any]) -> bool:
@@ -26,7 +40,7 @@ def has_cache(given: Mapping[str, Any]) -> bool:
     return any(given.get(name) is not None for name in CACHES)
 
 
-def find_model(model: torch.nn.Module) -> PreTrainedModel:
+def find_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside wrappers."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -36,12 +50,12 @@ def find_model(model: torch.nn.Module) -> PreTrainedModel:
     )
 
 
-def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
+def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The module whose forward makes the masks and runs the layers."""
     decoder = getattr(model, model.base_model_prefix, model)
     for name in ("decoder", "model", "language_model"):
         inner = getattr(decoder, name, None)
-        if decoder_layers(decoder) is None and isinstance(inner, torch.nn.Module):
+        if decoder_layers(decoder) is None and isinstance(inner, nn.Module):
             decoder = inner
     return decoder
 
@@ -54,27 +68,27 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     return decoder if isinstance(decoder, PreTrainedModel) else model
 
 
-def decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList | None:
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList | None:
     """The list of decoder layers."""
     for name in ("layers", "h", "blocks"):
         layers = getattr(decoder, name, None)
-        if isinstance(layers, torch.nn.ModuleList):
+        if isinstance(layers, nn.ModuleList):
             return layers
     return None
 
 
-def name_layer(module: torch.nn.Module) -> str:
+def name_layer(module: nn.Module) -> str:
     """How errors and the timeline call a module of a decoder layer."""
     return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
-def has_attention(layer: torch.nn.Module) -> bool:
+def has_attention(layer: nn.Module) -> bool:
     """Whether a decoder layer calls the attention interface."""
     names = (inspect.unwrap(type(module).forward).__code__.co_names for module in layer.modules())
     return any("ALL_ATTENTION_FUNCTIONS" in found for found in names)
 
 
-def training_device(model: torch.nn.Module) -> torch.device:
+def training_device(model: nn.Module) -> torch.device:
     """Where the model will train: its own device, or the local GPU for a model that is still on the CPU or sharded."""
     kinds = {p.device.type for p in model.parameters()} | {b.device.type for b in model.buffers()}
     if torch.cuda.is_available() and torch.distributed.is_initialized():
@@ -90,7 +104,7 @@ def default_attention(config: Any) -> str:
     return "sdpa" if model_class is None or getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
-def local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
+def local_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     """The attention of that name for a module."""
     eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if name == "eager" and eager is not None:
@@ -99,7 +113,7 @@ def local_attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
     return run
 
 
-def masked_attention(module: torch.nn.Module, eager: bool, **given: Any) -> Callable[..., torch.Tensor]:
+def masked_attention(module: nn.Module, eager: bool, **given: Any) -> Callable[..., torch.Tensor]:
     """A function of q, k, v and a mask of bools that runs a model's own attention; `given` is what its layer passed.
 
     Eager attention is taken where it is asked for, and for caps and sinks, of which no other knows.
@@ -114,3 +128,28 @@ def masked_attention(module: torch.nn.Module, eager: bool, **given: Any) -> Call
         return o
 
     return attend
+
+
+def mix_in(module: nn.Module, mixin: type) -> nn.Module:
+    """Give a module a subclass of its own class with the mixin before it; gives the module. Idempotent."""
+    if not isinstance(module, mixin):
+        module.__class__ = subclass_of(type(module), mixin)  # type: ignore[arg-type]
+    return module
+
+
+@functools.cache
+def subclass_of(cls: type, mixin: type, **more: Any) -> type:
+    """One class for all modules of a class: FSDP's wrapping policies look layers up by it, transformers by its name.
+
+    `more`: what else is in its body.
+    """
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **more}
+    return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda names: names.update(body))
+
+
+def inside_wrappers(layer: nn.Module) -> nn.Module:
+    """The layer inside of FSDP and checkpointing, which pass arguments on: what runs there is gathered once, and
+    recomputed as a whole."""
+    for name in _WRAPPERS:
+        layer = getattr(layer, name, layer)
+    return layer

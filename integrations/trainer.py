@@ -7,16 +7,16 @@ many batches: those without backward are balanced. A trainer whose model is not 
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import wraps
+from contextlib import nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.forward_only import in_step
-from deepspeed_cad.integrations.prepared import PreparedIterator
+from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
+from deepspeed_cad.integrations.wrapped import wrap_once
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source
@@ -27,33 +27,17 @@ from deepspeed_cad.session import find_binding
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
 
-logger = logging.getLogger("deepspeed_cad")
-
-_MARK = "__deepspeed_cad__"
 _AHEAD = "_deepspeed_cad_ahead"
 """Attribute of a trainer: the `_AheadIterator` of the epoch that it trains."""
 
 
 def install_trainer_hooks(module: ModuleType) -> None:
     """Wrap the Trainer of the module `transformers.trainer`. Idempotent; called when a model is bound."""
-    _wrap(module.Trainer, "get_batch_samples", _wrap_get_batch_samples)
-    _wrap(module.Trainer, "training_step", _wrap_training_step)
-    _wrap(module.Trainer, "evaluation_loop", _wrap_evaluation_loop)
-    _wrap(module.Trainer, "log", _wrap_log)
-
-
-def _wrap(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = owner.__dict__.get(name)
-    if original is None:
-        logger.warning(
-            "%s.%s has no %r: CAD plans each micro-batch when its forward starts, and its statistics are in "
-            "deepspeed_cad.current_session().statistics only",
-            owner.__module__, owner.__name__, name,
-        )  # fmt: skip
-    elif not hasattr(original, _MARK):
-        wrapped = wraps(original)(wrap(original))
-        setattr(wrapped, _MARK, True)
-        setattr(owner, name, wrapped)
+    for name, wrap in (
+        ("get_batch_samples", _wrap_get_batch_samples), ("training_step", _wrap_training_step),
+        ("evaluation_loop", _wrap_evaluation_loop), ("log", _wrap_log),
+    ):  # fmt: skip
+        wrap_once(module.Trainer, name, wrap)
 
 
 class _AheadIterator:
@@ -117,7 +101,8 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         ahead = self.__dict__.get(_AHEAD)
         new = ahead is None or ahead.source is not epoch_iterator
         if new:
-            _refuse_trainer(self)
+            refuse_accelerator(self.accelerator)
+            refuse_loader(self.callback_handler.train_dataloader)
         if not config.look_ahead:
             return original(self, epoch_iterator, *args, **kwargs)
         if new:
@@ -144,9 +129,7 @@ def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _binding_of(self) is None:
-            return original(self, *args, **kwargs)
-        with in_step():
+        with nullcontext() if _binding_of(self) is None else in_step():
             return original(self, *args, **kwargs)
 
     return training_step
@@ -156,9 +139,8 @@ def _wrap_evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         binding = _binding_of(self)
         # All ranks are here: the Trainer gathers their losses.
-        if binding is None or binding.session.group_ranks == 1 or not binding.feed.as_many(_count(dataloader)):
-            return original(self, dataloader, *args, **kwargs)
-        with in_step():
+        together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(_count(dataloader))
+        with in_step() if together else nullcontext():
             return original(self, dataloader, *args, **kwargs)
 
     return evaluation_loop
@@ -170,14 +152,6 @@ def _count(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _refuse_trainer(trainer: Any) -> None:
-    """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
-    from deepspeed_cad.integrations.refusals import refuse_accelerator, refuse_loader
-
-    refuse_accelerator(trainer.accelerator)
-    refuse_loader(trainer.callback_handler.train_dataloader)
 
 
 def wrong_loss(trainer: Any, count: Any) -> str:
@@ -224,16 +198,12 @@ def _wrap_log(original: Callable[..., Any]) -> Callable[..., Any]:
         binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
         if binding is not None and "loss" in logs:
             logs.update(binding.session.take_statistics("trainer").as_events())
-        if binding is not None and "train_runtime" in logs and _has_callback(self):
-            savings = estimate_savings(binding)
-            logs.update({} if savings is None else savings.as_events())
+        if binding is not None and "train_runtime" in logs:
+            if any(isinstance(one, CADCallback) for one in self.callback_handler.callbacks):
+                logs.update(estimate_savings(binding))
         return original(self, logs, *args, **kwargs)
 
     return log
-
-
-def _has_callback(trainer: Any) -> bool:
-    return any(isinstance(one, CADCallback) for one in trainer.callback_handler.callbacks)
 
 
 def _binding_of(trainer: Any) -> Binding | None:

@@ -10,31 +10,31 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-import types
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from deepspeed_cad.integrations import borders as borders_of
-from deepspeed_cad.integrations.alternating import alternate
 from deepspeed_cad.integrations.borders import Borders, find_borders
-from deepspeed_cad.integrations.chunks import has_chunks, refuse_beside_chunks
 from deepspeed_cad.integrations.forward_only import (
     are_shared,
     generates,
     install_generation_hooks,
     install_root_hooks,
     root_of,
+    watch_for_references,
 )
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
-from deepspeed_cad.integrations.interleaved import Interleaving, interleave
+from deepspeed_cad.integrations.interleaved import interleave
 from deepspeed_cad.integrations.mask_check import is_due
 from deepspeed_cad.integrations.models import (
     batch_rope,
     describe,
     is_mixture,
+    refuse_beside_chunks,
     refuse_checkpointing,
     refuse_model,
     refuse_spanning,
@@ -42,7 +42,6 @@ from deepspeed_cad.integrations.models import (
 from deepspeed_cad.integrations.padding import Padding, counts, find_padding
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
-from deepspeed_cad.integrations.references import watch_for_references
 from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
 from deepspeed_cad.integrations.spanning import why_not
 from deepspeed_cad.integrations.structure import (
@@ -50,18 +49,16 @@ from deepspeed_cad.integrations.structure import (
     default_attention,
     find_decoder,
     find_model,
-    has_attention,
     has_cache,
+    has_chunks,
     text_part,
     training_device,
 )
 from deepspeed_cad.integrations.ulysses import Ulysses
 from deepspeed_cad.integrations.verify import (
     Check,
-    can_run_alone,
     loss_of,
     loss_without,
-    open_check,
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -98,49 +95,63 @@ class Binding:
         if not reference:
             settle(self.feed, model, NOT_STATED)
         self.forwards = 0
+        """Training forwards so far."""
         self.called_with: dict[str, Any] = {}
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
-        self.trained = 0
-        """Training forwards so far."""
         self.looked = 0
         """Forwards without backward so far that all ranks ran together."""
         self._follows: MicroBatch | None = None
         """What other ranks have and this one attends without rows of its own."""
         self.last_read: LocalSegments | None = None
-        """Documents of this rank in the last of them."""
+        """Documents of this rank in the last training forward."""
         self.announcer: Any = None
         """The iterator of a prepared loader that announces its batches now."""
-        self.verified = 0
-        self.interleaving = Interleaving(session.rank == 0)
+        self.in_turn: str | None = None
+        """Why its nano-batches do not alternate; empty where they do, None before its first forward."""
         self._check: Check | None = None
         """Of the micro-batch whose forward runs."""
         self.borders: Borders | None = None
         """Of the running forward, where layers carry state."""
         self.comparing = False
         """The model runs once more, to compare its loss."""
-        layers = decoder_layers(find_decoder(model))
-        self._checkpointed = weakref.WeakSet([find_decoder(model), *(layers or ())[:1]])
+        decoder = find_decoder(model)
+        layers, recurrent = decoder_layers(decoder) or torch.nn.ModuleList(), find_recurrent(decoder)
+        self._checkpointed = weakref.WeakSet([decoder, *layers[:1]])
         """Modules of which one says whether activation checkpointing is on."""
-        if self.ulysses is not None and find_recurrent(find_decoder(model)):
+        if self.ulysses is not None and recurrent:
             raise CADUnsupportedError(
                 f"{type(model).__name__} has layers that carry state from token to token, and with Ulysses each rank "
                 "has a piece of the tokens: the state would have to travel. Train it without sequence parallelism"
             )
-        recurrent = find_recurrent(find_decoder(model))
         self.ways = Ways(self.feed.fail) if recurrent else None
         """How its layers that carry state are run; None where it has none."""
         self.state_stays = why_not(session, recurrent) if recurrent else ""
         """Why state cannot travel with documents that span ranks; empty where it can."""
-        whole = self.ways or batch_rope(find_decoder(model).config) or session.config.verify
-        self.feed.cuts = not whole and session.config.overlap_used not in ("interleave", "pingpong")
-
-    def install(self) -> None:
-        """Switch the attention name, hook the decoder and cut its layers."""
-        model, decoder = self.model(), self.decoder()
-        assert model is not None and decoder is not None
+        whole = self.ways or batch_rope(decoder.config) or session.config.verify
+        self.feed.cuts = not whole and session.config.overlap_used != "interleave"
         AttentionInterface.register(NAME, cad_attention)
         AttentionMaskInterface.register(NAME, cad_mask)
-        part = text_part(model)
+        self._switch(text_part(model))
+        if decoder is not model:
+            model.register_forward_pre_hook(_hook(self, "model", Binding._before_model), with_kwargs=True)
+            model.register_forward_hook(_hook(self, "model", Binding._after_model), always_call=True)
+        self._hooks = (
+            decoder.register_forward_pre_hook(_hook(self, "decoder", Binding._before_decoder), with_kwargs=True),
+            decoder.register_forward_hook(_hook(self, "decoder", Binding._after_decoder), always_call=True),
+        )
+        if session.config.overlap_used == "interleave":
+            interleave(decoder)
+        if self.ways is not None:
+            keep_whole(decoder)
+            watch_state(decoder, layers)
+        session.decoders.add(decoder)
+        if not reference:
+            watch_for_references(decoder, bind_reference)
+            session.bindings[model] = self
+
+    @staticmethod
+    def _switch(part: PreTrainedModel) -> None:
+        """Switch the attention name."""
         part.set_attn_implementation(NAME)
         for module in part.modules():
             config = getattr(module, "config", None) if "Attention" in type(module).__name__ else None
@@ -149,34 +160,6 @@ class Binding:
                     f"{type(module).__name__} keeps its attention "
                     f'"{config._attn_implementation}" and cannot be switched to CAD'
                 )
-        if decoder is not model:
-            model.register_forward_pre_hook(_make_call(self), with_kwargs=True)
-            model.register_forward_hook(_make_return(self), always_call=True)
-        self._hooks = (
-            decoder.register_forward_pre_hook(_make_enter(self), with_kwargs=True),
-            decoder.register_forward_hook(_make_leave(self), with_kwargs=True, always_call=True),
-        )
-        layers = decoder_layers(decoder) or torch.nn.ModuleList()
-        if self.session.config.overlap_used in ("interleave", "pingpong"):
-            for layer in layers:
-                # Layers that carry state run whole: a cut may fall inside a document.
-                if not find_recurrent(layer):
-                    alternate(layer)
-                elif has_attention(layer):
-                    raise CADUnsupportedError(
-                        f"{type(layer).__name__} has attention and a layer that carries state side by side, and "
-                        'nano-batches would cut both. Set "overlap": "local_first"'
-                    )
-        if self.session.config.overlap_used == "interleave":
-            interleave(decoder)
-        if self.ways is not None:
-            keep_whole(decoder)
-            watch_state(decoder, layers)
-        self.session.decoders.add(decoder)
-        if self.reference:
-            return
-        watch_for_references(decoder, bind_reference)
-        self.session.bindings[model] = self
 
     def remove(self) -> None:
         """Give a reference its own attention back."""
@@ -233,16 +216,35 @@ class Binding:
         ready_made = getattr(given.get(MASK), "ndim", 2) == 4
         shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
         running.set(Scope(self, micro_batch, training, shared, unread, empty, shown=shown))
-        if training and self.verified < self.session.config.verify:
-            of = self.session.config.verify
-            self._check = micro_batch.check = open_check(micro_batch, self.verified, of, self.feed.fail)
-            self.verified += 1
+        if training and self.forwards < self.session.config.verify:
+            self._check = micro_batch.check = Check(
+                micro_batch, self.forwards, self.session.config.verify, self.feed.fail
+            )
         changed = plain_mask(given)
         if (shared or (decoder.training and not asks)) and "use_cache" in names:
             changed["use_cache"] = False
         if self.ways is not None:
             changed |= self._hand_borders(micro_batch, (1, 1) if empty else batch_shape(given))
         return changed | (one_row(given) if empty or follows else {})
+
+    def _before_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = self.enter(decoder, args, kwargs)
+        names = list(inspect.signature(decoder.forward).parameters)
+        kept = tuple(changed.pop(name, value) for name, value in zip(names, args, strict=False))
+        given = {**kwargs, **changed}
+        self.run_alone(decoder, kept, given)
+        return kept, given
+
+    def _after_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> Any:
+        return self.leave(output)
+
+    def _before_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = inspect.signature(model.forward).parameters
+        self.called_with = dict(zip(names, args, strict=False)) | kwargs
+
+    def _after_model(self, model: torch.nn.Module, args: Any, output: Any) -> None:
+        self.end_model(output)
+        self.called_with = {}
 
     def _keeps_its_own(self, decoder: torch.nn.Module, given: dict[str, Any]) -> bool:
         """Whether a reference attends by itself: where it is trained, lies on another device (offloaded), or is in fp32
@@ -263,7 +265,6 @@ class Binding:
             micro_batch = self.feed.take(announced)
         else:
             micro_batch = self.feed.take(None)
-        self.trained += 1
         self.last_read = announced.local
         return micro_batch, unread
 
@@ -325,7 +326,7 @@ class Binding:
         if scope is None or scope.micro_batch is None or scope.micro_batch.check is None:
             return
         check: Check = scope.micro_batch.check
-        if not can_run_alone(scope.micro_batch):
+        if not check.runs_alone:
             return
         running.set(Scope(self, scope.micro_batch, scope.training, scope.shared, alone=check))
         try:
@@ -428,47 +429,15 @@ class Binding:
         return no_rows(output) if scope.empty else None
 
 
-def _make_enter(binding: Binding) -> Callable[..., Any]:
+def _hook(binding: Binding, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook on the bound model or decoder. A copy of it (a DPO reference) carries the hook along, which does nothing
+    there."""
+
     @torch.compiler.disable
-    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A copied model (a DPO reference) carries the hook along but is not the bound one.
-        if module is binding.decoder() and not binding.comparing:
-            changed = binding.enter(module, args, kwargs)
-            names = list(inspect.signature(module.forward).parameters)
-            kept = [changed.pop(name, value) for name, value in zip(names, args, strict=False)]
-            given = {**kwargs, **changed}
-            binding.run_alone(module, tuple(kept), given)
-            return tuple(kept), given
-        return None
+    def hook(module: torch.nn.Module, *given: Any) -> Any:
+        return run(binding, module, *given) if module is getattr(binding, part)() and not binding.comparing else None
 
-    return enter
-
-
-def _make_call(binding: Binding) -> Callable[..., Any]:
-    @torch.compiler.disable
-    def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is binding.model():
-            binding.called_with = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-
-    return call
-
-
-def _make_return(binding: Binding) -> Callable[..., Any]:
-    @torch.compiler.disable
-    def give_back(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if module is binding.model():
-            binding.end_model(output)
-            binding.called_with = {}
-
-    return give_back
-
-
-def _make_leave(binding: Binding) -> Callable[..., Any]:
-    @torch.compiler.disable
-    def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return binding.leave(output) if module is binding.decoder() and not binding.comparing else None
-
-    return leave
+    return hook
 
 
 def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = None) -> Binding:
@@ -489,9 +458,8 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
     if reference is not None:
         reference.remove()
     binding = Binding(inner, session)
-    binding.install()
-    when_imported("transformers.trainer", _install_trainer_hooks)
-    when_imported("accelerate.data_loader", _install_loader_hooks)
+    when_imported("transformers.trainer", lambda module: _room("trainer").install_trainer_hooks(module))
+    when_imported("accelerate.data_loader", lambda module: _room("prepared").install_loader_hooks(module))
     when_imported("transformers.generation.utils", install_generation_hooks)
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", install_root_hooks)
     return binding
@@ -501,18 +469,9 @@ def bind_reference(decoder: torch.nn.Module, session: Session) -> None:
     """Give a model that is only looked at the attention of CAD. Raises CADUnsupportedError where it has none."""
     if isinstance(decoder, PreTrainedModel):
         refuse_model(decoder)
-        binding = Binding(decoder, session, reference=True)
-        binding.install()
-        session.references[decoder] = binding
+        session.references[decoder] = Binding(decoder, session, reference=True)
 
 
-def _install_loader_hooks(loaders: types.ModuleType) -> None:
-    from deepspeed_cad.integrations.prepared import install_loader_hooks
-
-    install_loader_hooks(loaders)
-
-
-def _install_trainer_hooks(trainer: types.ModuleType) -> None:
-    from deepspeed_cad.integrations.trainer import install_trainer_hooks
-
-    install_trainer_hooks(trainer)
+def _room(name: str) -> Any:
+    """A module of this package, imported when its host is there."""
+    return import_module(f"deepspeed_cad.integrations.{name}")

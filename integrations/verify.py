@@ -15,24 +15,24 @@ How far a row may lie off follows from the least precise data type that computes
 ran without CAD, because models compute parts of themselves in fp32, and autocast most of them in bf16; in 2 and 3 of O.
 
 Documents that span ranks cannot be run on one: then 1 is left out, and 2 and 3 look at the others. Where nano-batches
-alternate, only 1 is done. `B` batch rows, `S` tokens of each, `T` = B · S; heads and sizes as in attention/serve.py.
+alternate, only 1 is done. `B` batch rows, `S` tokens of each, `T` = B · S, `R` rows that read `U` keys; heads and sizes
+as in attention/serve.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.plain_attention import plain_attention, visible_blocks, wide
 from deepspeed_cad.integrations.structure import masked_attention
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_cad.attention.layer import LayerInput
-from deepspeed_cad.attention.microbatch import MicroBatch
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.notice import notice
@@ -43,6 +43,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torc
 """How far a row may lie from its reference, as a share of its own norm or of the mean norm of all, if that is more.
 Two right kernels differ by a tenth of it; a key too many or too few in a short row is more than all of it."""
 _TF32 = 1e-2
+_SCORES = 2**27
+"""How many scores of all heads a reference holds at a time."""
 
 
 class Alone:
@@ -72,47 +74,54 @@ class Alone:
         return filled
 
 
-@dataclass(eq=False)
 class Check:
     """One verified micro-batch."""
 
-    number: int
-    of: int
-    rank: int
-    documents: list[slice]
-    """Rows of the documents that lie on this rank alone."""
-    left_out: int
-    """Documents that lie on other ranks too."""
-    cut: bool
-    """Nano-batches alternate."""
-    fail: Callable[[CADError], Any]
-    output: Any = None
-    """What the decoder gave without CAD; None where it was not run."""
-    loss: tuple[float, float | None] | None = None
-    """That the model computed, with CAD and without; None where it was not run without."""
-    errors: dict[str, float] = field(default_factory=dict)
-    """The largest error of each kind."""
-    allowed: dict[str, float] = field(default_factory=dict)
-    """What was allowed, likewise."""
-    precision: float = 0.0
-    """What the output of the decoder may differ by, and the loss."""
-    _waiting: set[str] = field(default_factory=set)
-    _forward_over: bool = False
-    _said: bool = False
+    def __init__(self, micro_batch: MicroBatch, number: int, of: int, fail: Callable[[CADError], Any]) -> None:
+        """`number` of `of`; `fail` stops all ranks with an error."""
+        seg = micro_batch.layout.segments
+        mine = seg.select(seg.rank == micro_batch.rank)
+        whole = mine.select(np.bincount(seg.document, minlength=1)[mine.document] == 1)
+        self.number, self.of, self.rank, self.fail = number, of, micro_batch.rank, fail
+        self.documents = [slice(int(o), int(o + e - b)) for _, b, e, _, o in whole.to_array()]
+        """Rows of the documents that lie on this rank alone."""
+        self.runs_alone = not seg.begin.any()
+        """No document of any rank spans ranks; the same on every rank, because layers gather parameters."""
+        self.output: Any = None
+        """What the decoder gave without CAD; None where it was not run."""
+        self.precision = 0.0
+        """What the output of the decoder may differ by, and the loss."""
+        self._left_out = len(mine) - len(whole)
+        self._interleaved = self._forward_over = self._said = False
+        self._loss = "its loss is computed outside of the model and was not compared"
+        self._errors: dict[str, tuple[float, float]] = {}
+        """The largest error of each kind, and what was allowed."""
+        self._waiting: set[str] = set()
+        """Calls whose gradients were not compared yet."""
+        if self._left_out and number == 0:
+            logger.warning(
+                "deepspeed_cad: verify: documents that span ranks cannot be run on one: they are not compared, and the "
+                "decoder is not run a second time"
+            )
 
-    def attend(self, run: Callable[[LayerInput], torch.Tensor], layer: LayerInput) -> torch.Tensor:
-        """O [T, H, V] of `run`, compared; its gradients are compared when they arrive."""
-        if self.cut:
-            return run(layer)
+    def attend(self, descriptor: MaskDescriptor, layer: LayerInput) -> torch.Tensor:
+        """O [T, H, V] of a layer, compared; its gradients are compared when they arrive."""
+        if descriptor.nano_batch is not None:
+            self._interleaved = True
+            return descriptor.attend(layer)
         sinks, inputs = layer.sinks_H, (layer.q_THD, layer.k_TKD, layer.v_TKV)
         call = _Call(self, layer.rule, None if sinks is None else sinks.detach().clone(), layer.label)
         if not self._forward_over and (any(x.requires_grad for x in inputs) or not torch.is_grad_enabled()):
             self._waiting.add(layer.label)
         q, k, v = _Inputs.apply(call, *inputs)
-        o: torch.Tensor = _Output.apply(call, run(layer._replace(q_THD=q, k_TKD=k, v_TKV=v)))
+        o: torch.Tensor = _Output.apply(call, descriptor.attend(layer._replace(q_THD=q, k_TKD=k, v_TKV=v)))
+        call.dtype = o.dtype
         if not self._forward_over:
+            wanted = o.new_zeros(o.shape, dtype=wide(o.dtype))
             with torch.no_grad():
-                call.compare_output(inputs, o.detach())
+                for rows, _, _, found in call.blocks(inputs):
+                    wanted[rows] = found
+            self.compare(f"O of {layer.label}", "O", o, wanted, o.dtype)
         return o
 
     def run_without(self, forward: Callable[[], Any], device: torch.device) -> Any:
@@ -130,26 +139,25 @@ class Check:
         """Compare what the decoder gave with CAD."""
         self._forward_over = True
         theirs, ours = _hidden(self.output), _hidden(output)
-        if theirs is None or ours is None or theirs.shape != ours.shape:
+        if theirs is None or ours is None or theirs.shape != ours.shape or not self.documents:
             return
-        if not self.documents:
-            return
-        a, b = (torch.cat([x.detach().flatten(0, 1)[one] for one in self.documents]).double() for x in (ours, theirs))
-        error = float((a - b).norm() / b.norm().clamp_min(1e-30))
-        self.errors["output"], self.allowed["output"] = error, self.precision
+        a, b = (self._pick(x.detach().flatten(0, 1)).double() for x in (ours, theirs))
+        error, allowed = float((a - b).norm() / b.norm().clamp_min(1e-30)), self.precision
+        self._errors["output"] = error, allowed
         # In a mixture one rounding can send a token to another expert, and nothing is wrong.
-        allowed = self.precision
         exact = allowed <= tolerance(torch.float32, ours.device)
         if error > allowed and (exact or not mixture) or not np.isfinite(error):
-            worst = int((a - b).abs().argmax())
-            self._differ("the output of the decoder", worst // a.shape[1], error, allowed, a, b, worst)
+            row = int((a - b).abs().argmax()) // a.shape[1]
+            self._differ("the output of the decoder", row, error, allowed, a[row], b[row])
 
     def end_model(self, with_cad: torch.Tensor, without: torch.Tensor | None) -> None:
         """Compare the loss that the model computed; `without` is None where the decoder was not run without CAD."""
-        ours, theirs = float(with_cad), None if without is None else float(without)
-        self.loss = (ours, theirs)
-        if theirs is None:
+        ours = float(with_cad)
+        if without is None:
+            self._loss = f"loss {ours:.6g} with CAD, not computed without"
             return
+        theirs = float(without)
+        self._loss = f"loss {ours:.6g} with CAD, {theirs:.6g} without"
         error = abs(ours - theirs) / max(1.0, abs(theirs))
         if not error <= self.precision and (np.isfinite(theirs) or np.isfinite(ours)):
             self._fail(f"the loss is {ours:.7g} with CAD and {theirs:.7g} without", error, self.precision)
@@ -157,23 +165,20 @@ class Check:
     def compare(
         self, name: str, kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, size: float = 0.0
     ) -> None:
-        """Rows [n, ...] of the documents that are compared; `dtype`: in which attention was computed; `size`: norm of
+        """Rows [T, ...] of the documents that are compared; `dtype`: in which attention was computed; `size`: norm of
         a row of what is added up in them, which counts where all sums are exactly 0."""
-        if not ours.numel():
+        if not self.documents:
             return
         allowed = max(tolerance(one, ours.device) for one in (ours.dtype, dtype))
-        self.allowed[kind] = max(self.allowed.get(kind, 0.0), allowed)
-        a, b = ours.detach().to(theirs.dtype), theirs
-        each, own = (a - b).norm(dim=-1), b.norm(dim=-1)
-        mean = float(own.square().mean().sqrt()) or size
-        share = each / own.clamp_min(mean).clamp_min(1e-30)
-        error = float(share.nan_to_num(float("inf")).max())
-        self.errors[kind] = max(self.errors.get(kind, 0.0), error)
+        a, b = self._pick(ours.detach()).to(theirs.dtype), self._pick(theirs)
+        norm = b.norm(dim=-1)
+        mean = float(norm.square().mean().sqrt()) or size
+        share = ((a - b).norm(dim=-1) / norm.clamp_min(mean).clamp_min(1e-30)).nan_to_num(float("inf"))
+        error = float(share.max())
+        self._errors[kind] = max((error, allowed), self._errors.get(kind, (0.0, 0.0)))
         if error > allowed:
-            row = int(share.nan_to_num(float("inf")).flatten(1).max(dim=1).values.argmax())
-            size = a[row].numel()
-            worst = row * size + int((a[row] - b[row]).abs().nan_to_num(float("inf")).argmax())
-            self._differ(name, row, error, allowed, a, b, worst)
+            row = int(share.flatten(1).amax(dim=1).argmax())
+            self._differ(name, row, error, allowed, a[row], b[row])
 
     def gradients_done(self, label: str) -> None:
         """All gradients of a call were compared."""
@@ -187,33 +192,30 @@ class Check:
         self._said = True
         if self.rank:
             return
-        loss = "its loss is computed outside of the model and was not compared"
-        if self.loss is not None:
-            without = "not computed" if self.loss[1] is None else f"{self.loss[1]:.6g}"
-            loss = f"loss {self.loss[0]:.6g} with CAD, {without} without"
-        said = ", ".join(f"{kind} {error:.1e}" for kind, error in self.errors.items())
-        limits = list(dict.fromkeys(self.allowed.values()))
-        allowed = ", ".join(
-            f"{limit:.1e}{f' for {kinds}' if len(limits) > 1 else ''}"
-            for limit in limits
-            if (kinds := " ".join(kind for kind, one in self.allowed.items() if one == limit))
-        )
-        rest = f"; {self.left_out} documents span ranks and were not compared" if self.left_out else ""
-        rest += "; gradients of nano-batches were not compared" if self.cut else ""
+        found = ", ".join(f"{kind} {error:.1e} of {most:.0e}" for kind, (error, most) in self._errors.items())
+        rest = f"; {self._left_out} documents span ranks and were not compared" if self._left_out else ""
+        rest += "; gradients of nano-batches were not compared" if self._interleaved else ""
         notice(
-            f"verify: micro-batch {self.number + 1} of {self.of} is the same without CAD: {loss}; differences of "
-            f"{said or 'nothing'} (allowed: {allowed or 0}){rest}"
+            f"verify: micro-batch {self.number + 1} of {self.of} is the same without CAD: {self._loss}; differences, "
+            f"of what is allowed: {found or 'none'}{rest}"
         )
 
-    def _differ(
-        self, what: str, row: int, error: float, allowed: float, ours: torch.Tensor, theirs: torch.Tensor, at: int
-    ) -> None:
-        a, b = float(ours.flatten()[at]), float(theirs.flatten()[at])
+    def _pick(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[one] for one in self.documents])
+
+    def _differ(self, what: str, row: int, error: float, allowed: float, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Stop; `a` and `b` are that row with CAD and without."""
+        at = int((a - b).abs().nan_to_num(float("inf")).argmax())
         ends = np.cumsum([one.stop - one.start for one in self.documents])
         document = int(np.searchsorted(ends, row, side="right"))
-        base = int(ends[document - 1]) if document else 0
-        place = f"position {row - base} of the document that starts at row {self.documents[document].start}"
-        self._fail(f"{what} differs at {place}: {a:.7g} with CAD, {b:.7g} without", error, allowed)
+        position = row - (int(ends[document - 1]) if document else 0)
+        self._fail(
+            f"{what} differs at position {position} of the document that starts at row "
+            f"{self.documents[document].start}: {float(a.flatten()[at]):.7g} with CAD, {float(b.flatten()[at]):.7g} "
+            "without",
+            error,
+            allowed,
+        )
 
     def _fail(self, what: str, error: float, allowed: float) -> None:
         self.fail(
@@ -237,46 +239,34 @@ class _Call:
     dtype: torch.dtype = torch.float64
     """Of O."""
 
-    def compare_output(self, inputs: tuple[torch.Tensor, ...], o_THV: torch.Tensor) -> None:
-        """O against plain attention."""
-        self.dtype = o_THV.dtype
-        q_THD, k_TKD, v_TKV = (x.detach() for x in inputs)
-        found, wanted = [], []
+    def blocks(
+        self, inputs: tuple[torch.Tensor, ...]
+    ) -> Iterator[tuple[slice, slice, list[torch.Tensor], torch.Tensor]]:
+        """Rows, the keys that they read, Q, K and V of these as leaves, and plain attention of them."""
         for document in self.check.documents:
-            for rows, keys, visible in visible_blocks(document, self.rule.window, q_THD.shape[1], q_THD.device):
-                wanted.append(plain_attention(q_THD[rows], k_TKD[keys], v_TKV[keys], visible, self.rule, self.sinks))
-                found.append(o_THV[rows])
-        if found:
-            self.check.compare(f"O of {self.label}", "O", torch.cat(found), torch.cat(wanted), self.dtype)
+            for rows, keys, visible in visible_blocks(document, self.rule.window, inputs[0].shape[1], inputs[0].device):
+                leaves = [x[part].detach().to(wide(x.dtype)) for x, part in zip(inputs, (rows, keys, keys))]
+                with torch.set_grad_enabled(self.do_THV is not None):
+                    leaves = [x.requires_grad_(self.do_THV is not None) for x in leaves]
+                    o = plain_attention(leaves[0], leaves[1], leaves[2], visible, self.rule, self.sinks)
+                yield rows, keys, leaves, o
 
     def compare_gradients(self, inputs: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
         """dQ, dK, dV against those of plain attention for the same dO."""
-        if self.do_THV is None:
+        do = self.do_THV
+        if do is None:
             return
-        rows_of = [x.detach() for x in inputs]
-        found: list[list[torch.Tensor]] = [[], [], []]
-        wanted: list[list[torch.Tensor]] = [[], [], []]
-        for document in self.check.documents:
-            sums = [torch.zeros_like(x[document], dtype=wide(x.dtype)) for x in rows_of]
-            for rows, keys, visible in visible_blocks(
-                document, self.rule.window, rows_of[0].shape[1], rows_of[0].device
+        sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in inputs]
+        for rows, keys, leaves, o in self.blocks(inputs):
+            for total, part, one in zip(
+                sums, (rows, keys, keys), torch.autograd.grad(o, leaves, do[rows].to(o.dtype)), strict=True
             ):
-                parts = (rows, keys, keys)
-                leaves = [x[part].detach().to(wide(x.dtype)).requires_grad_() for x, part in zip(rows_of, parts)]
-                with torch.enable_grad():
-                    o = plain_attention(leaves[0], leaves[1], leaves[2], visible, self.rule, self.sinks)
-                for i, one in enumerate(torch.autograd.grad(o, leaves, self.do_THV[rows].to(o.dtype))):
-                    sums[i][parts[i].start - document.start : parts[i].stop - document.start] += one
-            for i, gradient in enumerate(gradients):
-                if gradient is not None:
-                    found[i].append(gradient[document])
-                    wanted[i].append(sums[i])
-        q, k, v, do = (float(x.double().norm(dim=-1).square().mean().sqrt()) for x in (*rows_of, self.do_THV))
-        sizes = (do * v * k * self.rule.scale, do * v * q * self.rule.scale, do)
-        for name, ours, theirs, size in zip(("dQ", "dK", "dV"), found, wanted, sizes):
-            if ours:
-                what, a, b = f"{name} of {self.label}", torch.cat(ours), torch.cat(theirs)
-                self.check.compare(what, name, a, b, self.dtype, size)
+                total[part] += one
+        size_q, size_k, size_v, size_do = (float(x.double().norm(dim=-1).square().mean().sqrt()) for x in (*inputs, do))
+        sizes = (size_do * size_v * size_k * self.rule.scale, size_do * size_v * size_q * self.rule.scale, size_do)
+        for name, ours, theirs, size in zip(("dQ", "dK", "dV"), gradients, sums, sizes, strict=True):
+            if ours is not None:
+                self.check.compare(f"{name} of {self.label}", name, ours, theirs, self.dtype, size)
         self.do_THV = None
         self.check.gradients_done(self.label)
 
@@ -325,38 +315,16 @@ class _SeeDtypes(TorchFunctionMode):
         return result
 
 
-def open_check(micro_batch: MicroBatch, number: int, of: int, fail: Callable[[CADError], Any]) -> Check:
-    """The check of a micro-batch, from its layout."""
-    seg = micro_batch.layout.segments
-    parts = np.bincount(seg.document, minlength=1)
-    mine = seg.select(seg.rank == micro_batch.rank)
-    whole = mine.select(parts[mine.document] == 1)
-    documents = [slice(int(o), int(o + e - b)) for _, b, e, _, o in whole.to_array()]
-    left_out = len(mine) - len(whole)
-    if left_out and number == 0:
-        logger.warning(
-            "deepspeed_cad: verify: documents that span ranks cannot be run on one: they are not compared, and the "
-            "decoder is not run a second time"
-        )
-    return Check(number, of, micro_batch.rank, documents, left_out, len(micro_batch.ticks) > 1, fail)
-
-
-def can_run_alone(micro_batch: MicroBatch) -> bool:
-    """Whether no document of any rank spans ranks; the same on every rank, because layers gather parameters."""
-    return not micro_batch.layout.segments.begin.any()
-
-
 def loss_without(check: Check, model: torch.nn.Module, decoder: torch.nn.Module, given: dict[str, Any]) -> Any:
     """What the whole model gives for the decoder's output without CAD."""
-    kept = decoder.__dict__.get("forward")
-    decoder.__dict__["forward"] = lambda *args, **kwargs: check.output
+    names = decoder.__dict__
+    kept = {name: names[name] for name in ("forward",) if name in names}
+    names["forward"] = lambda *args, **kwargs: check.output
     try:
         return check.run_without(lambda: model.forward(**given), next(model.parameters()).device)
     finally:
-        if kept is None:
-            del decoder.__dict__["forward"]
-        else:
-            decoder.__dict__["forward"] = kept
+        del names["forward"]
+        names.update(kept)
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
@@ -375,7 +343,52 @@ def tolerance(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _hidden(output: Any) -> torch.Tensor | None:
-    found = output if isinstance(output, torch.Tensor) else None
-    if found is None and output is not None:
-        found = output[0] if isinstance(output, tuple) else output.get("last_hidden_state")
+    found = output[0] if isinstance(output, tuple) else output
+    found = found.get("last_hidden_state") if isinstance(found, dict) else found
     return found if isinstance(found, torch.Tensor) and found.ndim == 3 else None
+
+
+# Plain softmax attention of one document, some rows at a time
+
+
+def visible_blocks(
+    document: slice, window: int | None, heads: int, device: torch.device
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Rows, the keys that they may read, and which of these each row sees ([R, U])."""
+    length = document.stop - document.start
+    step = max(1, _SCORES // (heads * max(length, 1)))
+    for begin in range(0, length, step):
+        end = min(begin + step, length)
+        first = 0 if window is None else max(0, begin - window + 1)
+        row, key = torch.arange(begin, end, device=device)[:, None], torch.arange(first, end, device=device)[None]
+        at = document.start
+        yield (
+            slice(at + begin, at + end), slice(at + first, at + end),
+            (key <= row) & (row - key < (length if window is None else window)),
+        )  # fmt: skip
+
+
+def plain_attention(
+    q_RHD: torch.Tensor,
+    k_UKD: torch.Tensor,
+    v_UKV: torch.Tensor,
+    visible_RU: torch.Tensor,
+    rule: MaskRule,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """O [R, H, V] of tensors in fp32 or wider: softmax of scores, nothing else."""
+    q, k, v = q_RHD, k_UKD, v_UKV
+    with torch.autocast(q.device.type, enabled=False):
+        score = torch.einsum("rkgd,ukd->kgru", q.unflatten(1, (k.shape[1], -1)), k) * rule.scale
+        if rule.softcap is not None:
+            score = rule.softcap * torch.tanh(score / rule.softcap)
+        score = score.masked_fill(~visible_RU, float("-inf"))
+        if sinks_H is not None:
+            column = sinks_H.to(score.dtype).view(k.shape[1], -1, 1, 1).expand(*score.shape[:3], 1)
+            score = torch.cat([score, column], dim=3)
+        weight = torch.softmax(score, dim=3)[..., : v.shape[0]]
+        return torch.einsum("kgru,ukv->rkgv", weight, v).flatten(1, 2)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -52,8 +52,6 @@ class Family:
     """How far outputs and gradients may be from the reference, relative; more where the model computes in fp32."""
     fast: bool = False
     """Runs with the fast tests."""
-    overlap: str = "pingpong"
-    """The overlap that it is tried with."""
     still: str = ""
     """Part of a class name: modules that draw random numbers in training and are put into evaluation mode."""
 
@@ -158,7 +156,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("youtu", MLA),
     # With layers that carry state
     Family("bamba", {"attn_layer_indices": [1], **MAMBA}),
-    Family("falcon_h1", {"mamba_d_ssm": 64, **MAMBA}, overlap="local_first"),
+    Family("falcon_h1", {"mamba_d_ssm": 64, **MAMBA}),
     Family("jamba", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "mamba_d_state": 8, "mamba_dt_rank": 4,
@@ -178,7 +176,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("zamba", {
         "num_hidden_layers": 5, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
         "n_mamba_heads": 2, "num_key_value_heads": 4,
-    }, overlap="local_first"),
+    }),
 )  # fmt: skip
 
 

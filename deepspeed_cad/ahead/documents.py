@@ -55,7 +55,7 @@ _PAIRS = 2**25
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """One rank's micro-batch: its segments and the rows between which ping-pong may cut."""
+    """One rank's micro-batch: its segments and the rows between which it may be cut."""
 
     local: LocalSegments
     unit: int = 1

@@ -264,6 +264,10 @@ class Feed:
         """Remember what kinds of layers a forward had, so that the look-ahead plans for them."""
         self.keys |= {key: count for key, count in layers.items() if key not in self.keys}
 
+    def stays_whole(self) -> None:
+        """None that is announced from now on is cut into nano-batches; every rank says so at the same place."""
+        self.worker.submit(lambda: self.plans.in_one_part.add(self.number))
+
     def fail(self, error: CADError) -> NoReturn:
         """Stop this rank: the others learn why where they wait for it, or at their next collective. Raises."""
         self.fail_later(error)

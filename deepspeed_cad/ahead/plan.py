@@ -103,7 +103,7 @@ class Plans:
         """Why this rank trains no further micro-batch. In words: an error has its frames, and while it is held whatever
         a layer has open in them stays open, such as the hooks of activation checkpointing in torch below 2.13."""
         self.in_one_part: set[int] = set()
-        """Models whose layers cannot alternate nano-batches."""
+        """Models whose nano-batches cannot alternate; changed on the look-ahead thread once training has begun."""
         self._said: set[str] = set()
 
     def open(
@@ -120,7 +120,7 @@ class Plans:
         layout = assemble([announcement.local for announcement in announcements])
         # Beside servers a forward alone makes attention even.
         seconds, cut = self._seconds(model, backward) if backward or crew.servers is None else None, None
-        if self.config.overlap_used in ("interleave", "pingpong") and model not in self.in_one_part:
+        if self.config.overlap_used == "interleave" and model not in self.in_one_part:
             spare = 0 if crew.servers is None else crew.servers.at_start
             unit = np.array([announcement.unit for announcement in announcements] + [1] * spare)
             cut = self._choose_cut(crew.widen(layout, spare), unit, keys, seconds if backward else None)
@@ -273,7 +273,7 @@ class Plans:
         self, layout: Layout, unit: Ints, keys: Mapping[PlanKey, int], seconds: Floats | None
     ) -> Ints | None:
         crew, speeds = self.crew, self._speeds_at_start
-        if crew.servers is None or self.config.overlap_used != "interleave":
+        if crew.servers is None:
             return choose_cut(layout, unit)
         kinds = [
             PlanLayers(self.cost.cost_for(key.shape), key.window, key.shape.groups, layers)
@@ -310,7 +310,7 @@ class Plans:
             cost = self._cost(gathered, key)
             begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, crew.speeds)
             return None if begin is None else Starts(begin)
-        if gathered.cut is None or self.config.overlap_used != "interleave":
+        if gathered.cut is None:
             return None
         layout = crew.widen(gathered.layout)
         each = np.append(gathered.seconds, np.zeros(crew.ranks - crew.trainers))

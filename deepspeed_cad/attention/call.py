@@ -46,9 +46,9 @@ from deepspeed_cad.attention.forward import (
     serve_forward,
     start_forward,
 )
+from deepspeed_cad.attention.nano_batches import hooks_save_tensors, unseen_by_checkpointing
 from deepspeed_cad.attention.parking import Parcel, Parking
 from deepspeed_cad.attention.setup import CallSetup
-from deepspeed_cad.attention.thread_state import hooks_save_tensors, unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 
 
@@ -163,7 +163,7 @@ class AttentionCall:
         token = self.serve(self.dispatch(q_THD, k_UKD, v_UKV, sinks_H))
         return self.collect(token, q_THD, k_UKD, v_UKV, sinks_H)
 
-    # The three steps, for ping-pong to interleave.
+    # The three steps, between which nano-batches alternate.
     @unseen_by_checkpointing
     def dispatch(
         self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None

@@ -19,11 +19,10 @@ from deepspeed_cad.attention.call import AttentionCall, Calls
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.layer import LayerInput, MicroBatchOrders, PlanKey, PlannedTick, kernel_need
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
+from deepspeed_cad.attention.nano_batches import hand_over, in_backward
 from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
-from deepspeed_cad.attention.pingpong import RowCut, hand_over
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.spanning import Spanning
-from deepspeed_cad.attention.thread_state import in_backward
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
@@ -232,7 +231,7 @@ class MicroBatch:
 
 
 class NotInterleaved(Exception):
-    """Why the nano-batches of a model cannot alternate over its decoder, in words; found before anything was sent."""
+    """Why the nano-batches of a model cannot alternate, in words; found before anything was sent."""
 
 
 class MaskDescriptor:
@@ -253,35 +252,18 @@ class MaskDescriptor:
         interleaved: bool = False,
         chunk: int | None = None,
     ) -> None:
-        """`kernel` chooses that of a layer. `nano_batch`: the one that reads this; None where not cut. `interleaved`:
-        the nano-batches alternate over the decoder, not inside a layer. `chunk`: tokens of a document that see each
-        other; None: all."""
+        """`kernel` chooses that of a layer. `nano_batch`: the one that reads this; None: the whole micro-batch.
+        `interleaved`: nano-batches alternate. `chunk`: tokens of a document that see each other; None: all."""
         self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
         self.nano_batch, self.interleaved, self.chunk = nano_batch, interleaved, chunk
         self.gradients = torch.is_grad_enabled()
         """Around the layers: a layer without them is under reentrant checkpointing, or frozen."""
 
-    def cut(self) -> tuple[MaskDescriptor, MaskDescriptor]:
-        """The descriptors of both nano-batches, for a layer in which they alternate."""
-        return self._part(0, False), self._part(1, False)
-
-    def interleave(self, nano_batch: int) -> MaskDescriptor:
-        """The descriptor of a nano-batch that alternates with the other over the whole decoder."""
-        return self._part(nano_batch, True)
-
-    def _part(self, nano_batch: int, interleaved: bool) -> MaskDescriptor:
+    def part(self, nano_batch: int, interleaved: bool = True) -> MaskDescriptor:
+        """The descriptor of one nano-batch."""
         return MaskDescriptor(
             self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved, self.chunk
         )
-
-    def row_cut(self, batch: int, width: int) -> RowCut:
-        """How a layer's arguments are cut on this rank."""
-        return RowCut(batch, width, self.micro_batch.rows(0))
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether layers should alternate two nano-batches."""
-        return self.nano_batch is None and len(self.micro_batch.ticks) == 2
 
     @property
     def runs_again(self) -> bool:
@@ -294,11 +276,8 @@ class MaskDescriptor:
         label, sinks = layer.label, layer.sinks_H
         if layer.q_THD.shape[1] == 0:
             return self._without_heads(layer)
-        if self.is_cut:
-            raise CADError(
-                f'{label} is not inside a decoder layer that was cut into nano-batches; set "overlap": "local_first" '
-                "for this model"
-            )
+        if self.nano_batch is None and len(self.micro_batch.ticks) == 2:
+            return self._in_turn(layer)
         q, k, v = given = layer.rows()
         kind, tokens = layer.kind(given), q.shape[0]
         nano_batch = self.nano_batch or 0
@@ -329,11 +308,9 @@ class MaskDescriptor:
                 call.first_keys = _own(first[0]), _own(first[1])
             k, v = torch.cat([first[0], k]), torch.cat([first[1], v])
         token = call.dispatch(q, k, v, sinks)
-        if self.nano_batch is not None and not self.runs_again:
+        if self.interleaved and not self.runs_again:
             hand_over()
         token = call.serve(token)
-        if self.nano_batch is not None and not self.interleaved:
-            hand_over()
         o_THV = call.collect(token, q, k, v, sinks)
         if stand_in:
             o_THV = torch.cat([o_THV, o_THV.new_zeros(tokens, *o_THV.shape[1:])])
@@ -348,13 +325,27 @@ class MaskDescriptor:
         schedule, orders = one.schedule(key, nano_batch), None
         if one.orders is not None:
             orders = one.orders.call((number, nano_batch), key, need, rule, modes, has_sinks)
-        # Between two attentions of a layer that is cut lies attention of the other nano-batch.
+        # Between two attentions of nano-batches in turn lies attention of the other one.
         timed = modes.returns and (self.interleaved or self.nano_batch is None)
         return CallSetup(
             schedule, kernel, one.transport, rule, modes, one.counts, nano_batch, label,
             one.aside if schedule.beside else None, one.turn, number, orders,
             one.stretches(nano_batch) if timed else None,
         )  # fmt: skip
+
+    def _in_turn(self, layer: LayerInput) -> torch.Tensor:
+        """O [T, H, V] of both nano-batches, one after the other: they were planned before it was known that they
+        cannot alternate."""
+        rows = [self.micro_batch.rows(nano_batch) for nano_batch in (0, 1)]
+        if layer.q_THD.shape[0] != sum(rows):
+            raise CADError(f"{layer.label} got {layer.q_THD.shape[0]} tokens where its micro-batch has {sum(rows)}")
+        parts = zip(*(x.split(rows) for x in (layer.q_THD, layer.k_TKD, layer.v_TKV)))
+        return torch.cat(
+            [
+                self.part(nano_batch, interleaved=False).attend(layer._replace(q_THD=q, k_TKD=k, v_TKV=v))
+                for nano_batch, (q, k, v) in enumerate(parts)
+            ]
+        )
 
     def _without_heads(self, layer: LayerInput) -> torch.Tensor:
         """O [T, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
-from deepspeed_cad.attention.thread_state import in_backward, unseen_by_checkpointing
+from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Transport

@@ -6,8 +6,8 @@ In place, all ranks meet in every layer, forward and backward. An exchange is hi
 runs meanwhile (`"overlap": "local_first"`). With pipelines the stages run in lockstep rounds (pipeline/rounds.py),
 a forward and a backward tick each, and one plan spreads the attention of all stages over all ranks: idle stages serve.
 With reserved servers two parts alternate (interleaved.py), so that other layers hide exchanges too, and finish times
-are equalised: what a trainer computes besides is its base load. Where weights are sharded (ZeRO-3, FSDP) the parts
-alternate inside layers, and servers wait while other layers run.
+are equalised: what a trainer computes besides is its base load. Where weights are sharded (ZeRO-3, FSDP) parts do not
+alternate, and servers wait while other layers run.
 """
 
 from __future__ import annotations
@@ -142,9 +142,6 @@ def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds,
 
     ran = exposed = 0.0
     for begin, end, best in list(zip(start, ends(links, plan.waves), ends(0.0 * links, 1)))[: 2 - setting.forward_only]:
-        if setting.overlap == "pingpong":
-            # One part moves while the other runs what is not attention.
-            end = np.maximum(best, end - begin.max())
         took = float(end.max()) + _latency(setting) / 2
         ran += took + UNEVEN * float(begin.max())
         exposed += max(0.0, took - float(best.max()))

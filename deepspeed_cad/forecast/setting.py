@@ -41,9 +41,6 @@ class Setting:
     keep: Literal["device", "host"] = "device"
     """Where what CAD's attention keeps for its backward waits. Copies are taken for hidden, and the host's memory for
     enough."""
-    overlap: Literal["local_first", "pingpong"] = "local_first"
-    """What hides CAD's exchange in place: a rank's own attention, or linear layers of the other part as well. What
-    alternating costs is not in it."""
     waves: tuple[int, ...] = WAVES
     """In how many waves what CAD moves may go where there are several hosts: plans choose among them."""
     believed: CostModel | None = None

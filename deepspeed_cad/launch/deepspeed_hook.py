@@ -109,7 +109,7 @@ def _wrap_accelerator(original: Callable) -> Callable:
         if not _asks_for_cad(given.get("deepspeed_plugins") or given.get("deepspeed_plugin")):
             return
         if self.distributed_type == "DEEPSPEED":
-            from deepspeed_cad.integrations.refusals import refuse_accelerator
+            from deepspeed_cad.integrations.prepared import refuse_accelerator
 
             refuse_accelerator(self)
             return

@@ -16,7 +16,6 @@ def refuse_block(config: CADConfig) -> None:
     """Raise CADConfigError for keys that mean nothing in a pipeline."""
     for key, wrong, why in (
         ("recompute_attention", True, "attention of a stage meets the others only in the ticks of its own forward"),
-        ("overlap", "pingpong", "the tasks of other stages hide exchanges instead"),
         ("overlap", "interleave", "the tasks of other stages hide exchanges instead"),
         ("documents", "deal", "the loss of a pipeline is the mean over micro-batches, so they stay as they are"),
     ):

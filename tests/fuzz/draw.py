@@ -101,7 +101,7 @@ def _draw_forms(rng: random.Random, model: str, world: int, reserved: bool) -> t
 
 def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
     choices: dict[str, list[Any]] = {
-        "overlap": ["local_first", "interleave", "pingpong", "none"],
+        "overlap": ["local_first", "interleave", "none"],
         "recompute_attention": [True],
         "granularity": [1, 8, 16, 64],
         "tolerance": [0.01, 0.02, 0.2],

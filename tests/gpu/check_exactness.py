@@ -50,7 +50,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
         transports, chosen = ["nccl" if len(set(place.hosts)) == place.ranks else "mixed"], []
     for i, (transport, waves, documents) in enumerate(product(transports, (2, 4), ("rows", "stream"))):
         checkpointing = CHECKPOINTING[i % modes]
-        overlap = "pingpong" if i % 4 == 1 else "local_first"
+        overlap = "interleave" if i % 4 == 1 else "local_first"
         if takes_long(transport, place.ranks) and i % 4 not in (1, 2):
             continue
         chosen.append(Case(kernel, transport, overlap, documents, checkpointing, waves))

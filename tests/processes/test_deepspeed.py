@@ -30,7 +30,7 @@ def _train(
     if not cad:
         return found, None
     session = deepspeed_cad.current_session()
-    (reason,) = (binding.interleaving.reason for binding in session.bindings.values())
+    (reason,) = (binding.in_turn for binding in session.bindings.values())
     return found, (session.counts.forwards, session.counts.backwards, session.counts.replays, reason)
 
 

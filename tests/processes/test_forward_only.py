@@ -67,11 +67,11 @@ def _looks(rank: int, world: int, block: dict[str, Any], changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("world", "block", "changes"),
     [
-        (2, {}, {}), (4, {}, {}), (3, {"look_ahead": 0, "overlap": "pingpong"}, {}),
+        (2, {}, {}), (4, {}, {}), (3, {"look_ahead": 0, "overlap": "none"}, {}),
         (2, {"overlap": "interleave", "recompute_attention": True}, {"num_key_value_heads": 1}),
         (2, {"keep": "host", "memory": 0.00008}, {}),
     ],
-    ids=["2", "4", "ping-pong", "interleave", "waves"],
+    ids=["2", "4", "nothing hidden", "interleave", "waves"],
 )  # fmt: skip
 def test_all_ranks_together(workers: WorkerPool, world: int, block: dict[str, Any], changes: dict[str, Any]) -> None:
     """Equal to each document alone, in eval and train mode, with a document of all ranks' length among them."""

@@ -169,7 +169,7 @@ def _interleaved(rank: int, world: int, way: str) -> str:
         found = _train(cad, rank, world, way, block={**BLOCK, "overlap": "interleave"})
         if cad:
             session = deepspeed_cad.current_session()
-            reasons.extend(binding.interleaving.reason for binding in session.bindings.values())
+            reasons.extend(binding.in_turn for binding in session.bindings.values())
         return found
 
     plain, cad = without_and_with(run)
@@ -181,6 +181,6 @@ def _interleaved(rank: int, world: int, way: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["FSDP2, checkpointing", pytest.param("FSDP1", marks=pytest.mark.long), "FSDP2, root"])
 def test_interleaved(workers: WorkerPool, way: str) -> None:
-    """Where layers are wrapped nano-batches alternate inside them; a wrapper around the whole model is none."""
+    """Where layers are wrapped nano-batches do not alternate; a wrapper around the whole model is none."""
     for reason in workers.run(_interleaved, 2, way, timeout=100.0):
         assert ("FSDP wraps its layers" in reason) == (way != "FSDP2, root"), reason

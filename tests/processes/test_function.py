@@ -423,7 +423,7 @@ def test_mistakes_are_named(workers: WorkerPool, which: str) -> None:
     assert all(error is not None and MISTAKES[which][1] in error[1] for error in errors), errors
 
 
-@pytest.mark.parametrize("block", [{"overlap": "pingpong"}, {"verify": 1}, {"documents": "deal"}, {"enabled": False}])
+@pytest.mark.parametrize("block", [{"overlap": "interleave"}, {"verify": 1}, {"documents": "deal"}, {"enabled": False}])
 def test_keys_that_a_function_cannot_serve_are_refused(block: dict[str, Any]) -> None:
     with pytest.raises(deepspeed_cad.CADConfigError, match=f'"{next(iter(block))}" is .*Leave the key out'):
         deepspeed_cad.open(block)

@@ -31,8 +31,8 @@ def _apply(model: torch.nn.Module, **block: Any) -> torch.nn.Module:
 
 
 def _reason(model: torch.nn.Module) -> str:
-    """Why its nano-batches alternate inside layers; empty where they alternate over the decoder."""
-    return deepspeed_cad.current_session().find_binding(model).interleaving.reason
+    """Why its nano-batches do not alternate; empty where they do."""
+    return deepspeed_cad.current_session().find_binding(model).in_turn
 
 
 # The order of exchanges
@@ -189,7 +189,6 @@ def _wrap(model: torch.nn.Module, reentrant: bool) -> None:
                 ({}, "wrappers", ""),
                 ({}, "reentrant wrappers", "reentrant"),
                 ({}, "reentrant", "reentrant"),
-                ({"overlap": "pingpong"}, "non-reentrant", ""),
             ]
         ),
     ],
@@ -203,7 +202,7 @@ def test_every_way_is_exact(workers: WorkerPool, block: dict[str, Any], checkpoi
 
 
 def _with_a_number(rank: int, world: int) -> str:
-    """The same gradients as with "local_first" for a decoder whose output cannot be joined; why parts are in layers."""
+    """The same gradients as with "local_first" where an output cannot be joined; why parts do not alternate."""
     from deepspeed_cad.session import close_session
 
     class Counting(LlamaModel):
@@ -228,7 +227,7 @@ def _with_a_number(rank: int, world: int) -> str:
     return reason
 
 
-def test_where_outputs_cannot_be_joined_parts_alternate_in_layers(workers: WorkerPool) -> None:
+def test_where_outputs_cannot_be_joined_parts_do_not_alternate(workers: WorkerPool) -> None:
     assert all('"norm"' in reason for reason in workers.run(_with_a_number, 2))
 
 

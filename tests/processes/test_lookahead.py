@@ -85,7 +85,7 @@ FIELDS = 3 + 1 + 4 + 3
 """Q, K, V and O in the forward of a layer; Q, K, V, dO and their gradients in its backward. One collective each."""
 
 
-@pytest.mark.parametrize(("overlap", "parts", "checkpoint"), [("none", 1, False), ("pingpong", 2, True)])
+@pytest.mark.parametrize(("overlap", "parts", "checkpoint"), [("none", 1, False), ("interleave", 2, True)])
 def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
     """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch, of FIELDS in all;
     nothing else."""
@@ -95,7 +95,7 @@ def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, ch
 
 def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
     """With look-ahead the forward finds its plan made: nothing is gathered in a step."""
-    for counted in workers.run(_count, 2, "pingpong", False, True):
+    for counted in workers.run(_count, 2, "interleave", False, True):
         assert counted == {"exchange": 2 * 2 * 4, "all_to_all_single": 2 * 2 * FIELDS}
 
 

@@ -46,12 +46,12 @@ RIGHT = {
     "islice, two in a step": loop(batches=(3, 4), stop=3, epochs=3, accumulation=2, islice=True),
     "break, four in a step": loop(batches=(3, 4), stop=3, epochs=3, accumulation=4),
     # Ways to say where documents are.
-    "cumulative lengths": loop(block={"overlap": "pingpong"}, forms=("row none lengths ones",)),
+    "cumulative lengths": loop(block=interleaved(), forms=("row none lengths ones",)),
     "padded on the right": loop(block=interleaved(), forms=("right",)),
-    "padded on the left": loop(block={"overlap": "pingpong"}, forms=("left",)),
+    "padded on the left": loop(block=interleaved(), forms=("left",)),
     "numbers, padded": loop(forms=("rows none numbers",)),
     "additive": loop(block=interleaved(), forms=("row none bias",)),
-    "a stream": loop(3, block={"overlap": "pingpong"}, forms=("stream",)),
+    "a stream": loop(3, block=interleaved(), forms=("stream",)),
     "streams, some in zigzag": loop(3, block={"waves": 2}, forms=("stream",), batches=(4,) * 3),
     # One rank evaluates more often than the other.
     "evaluation": loop(evaluate=1),
@@ -117,7 +117,7 @@ DEATHS = {
     **{what: dying(what) for what in MOMENTS}, "first open": dying("open", 0), "first dispatch": dying("dispatch", 0),
     "one trainer, a return": dying("return", trainers=1, servers=1),
     "one trainer, a backward": dying("backward dispatch served", trainers=1, servers=1),
-    "ping-pong": dying("backward dispatch served", block={"overlap": "pingpong"}),
+    "one part": dying("backward dispatch served", block={"overlap": "local_first"}),
     "trainers do not serve": dying("dispatch served", block={"trainers_serve": False}),
     # All waves of a pass run again, with others in the new plan.
     "second wave": dying("return", wave=1, block={"waves": 4}),

@@ -170,7 +170,7 @@ def _often(family: Family) -> Any:
 @pytest.mark.parametrize("family", map(_often, FAMILIES))
 def test_family(workers: WorkerPool, family: Family) -> None:
     _need(family)
-    _check(workers.run(_whole_documents, 2, family, family.overlap, None), family)
+    _check(workers.run(_whole_documents, 2, family, "local_first", None), family)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def _train(rank: int, world: int, overlap: str, attention: str, side: str, rows:
     ("overlap", "side", "rows"),
     [
         ("local_first", "left", "rows"), ("interleave", "right", "rows"), ("interleave", "left", "one row"),
-        ("pingpong", "left", "rows"), ("pingpong", "right", "one row"), ("pingpong", "right", "one row, none padded"),
+        ("interleave", "right", "one row"), ("interleave", "right", "one row, none padded"),
     ],
 )  # fmt: skip
 def test_as_without_cad(workers: WorkerPool, overlap: str, side: str, rows: str) -> None:
@@ -44,12 +44,12 @@ def test_as_without_cad(workers: WorkerPool, overlap: str, side: str, rows: str)
 
 @pytest.mark.parametrize(("side", "rows"), [("left", "rows"), ("right", "one row")])
 def test_eager_in_two_nano_batches(workers: WorkerPool, side: str, rows: str) -> None:
-    workers.run(_train, 2, "pingpong", "eager", side, rows)
+    workers.run(_train, 2, "interleave", "eager", side, rows)
 
 
 def _refused(rank: int, world: int) -> str:
     model = training.tiny_llama(torch.float32, attn_implementation="eager")
-    deepspeed_cad.apply(model, {**BLOCK, "overlap": "pingpong"})
+    deepspeed_cad.apply(model, {**BLOCK, "overlap": "interleave"})
     side = "left" if rank == 1 else "right"
     with pytest.raises(CADDataError if rank == 1 else Exception) as caught:
         loss_and_gradients(model, padded([90], side, "copied", width=128))

@@ -46,7 +46,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, st
     return {
         "loads": np.stack(loads).tolist(),
         "linear": None if linear is None else linear.tolist(),
-        "reason": session.find_binding(model).interleaving.reason,
+        "reason": session.find_binding(model).in_turn,
         "idle": session.statistics.servers_idle,
         # Forward and backward of both parts of every layer.
         "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * steps,
@@ -93,7 +93,7 @@ def _zero(rank: int, trainers: int, block: dict[str, Any]) -> tuple[Any, Any, st
     cad = train({**config, "cad": block})
     session = deepspeed_cad.current_session()
     assert session is not None
-    (reason,) = (binding.interleaving.reason for binding in session.bindings.values())
+    (reason,) = (binding.in_turn for binding in session.bindings.values())
     close_session()
     return train(config), cad, reason
 

@@ -80,7 +80,7 @@ LONG = [pytest.mark.slow, pytest.mark.long]
         (2, 1, 510, False, {"overlap": "interleave"}),
         (1, 2, 260, False, {"overlap": "local_first"}),
         pytest.param(2, 1, 510, False, {"overlap": "interleave", "waves": 3}, marks=[pytest.mark.slow]),
-        pytest.param(1, 2, 560, True, {"overlap": "pingpong", "waves": 3}, marks=LONG),
+        pytest.param(1, 2, 560, True, {"overlap": "local_first", "waves": 3}, marks=LONG),
         pytest.param(2, 1, 380, True, {"overlap": "local_first", "recompute_attention": True}, marks=LONG),
         pytest.param(2, 1, 760, False, {"trainers_serve": False}, marks=LONG),
         pytest.param(2, 1, 380, True, {"overlap": "none", "keep": "host"}, marks=LONG),

@@ -78,21 +78,6 @@ def test_autotp(fresh_workers: WorkerPool) -> None:
             assert "2 replicas of 2 by tensor parallelism" in line
 
 
-def _resumed(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
-    import_deepspeed()
-    config = engine_config(1, tensor_parallel={"autotp_size": SHARES}, cad=BLOCK | {"granularity": 8})
-    rows = list(_rows(rank, 4))
-    whole = train_engine(config, None, rows, step_entry)
-    train_engine(config, None, rows[:2], step_entry, save=folder)
-    return whole[2:], train_engine(config, None, rows[2:], step_entry, load=folder)
-
-
-@pytest.mark.slow
-def test_autotp_resumes(fresh_workers: WorkerPool, tmp_path: Path) -> None:
-    for whole, again in fresh_workers.run(_resumed, WORLD, str(tmp_path), timeout=240.0):
-        assert [one["loss"] for one in again] == pytest.approx([one["loss"] for one in whole], rel=1e-6)
-
-
 def _loaded(folder: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """As transformers loads it by its own plan, sharded by FSDP2 between replicas."""
     from torch.distributed.fsdp import fully_shard

@@ -44,7 +44,7 @@ def _plain(rank: int, world: int, overlap: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("overlap", ["local_first", "pingpong"])
+@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
 def test_ddp(workers: WorkerPool, overlap: str) -> None:
     first, second = workers.run(_plain, 2, overlap)
     assert len(first) == 2 and second == []

@@ -162,7 +162,7 @@ UNREAD = {
 def test_a_block_that_accelerate_would_leave_unread(python, tmp_path, call: str, file: str, said: str) -> None:
     (tmp_path / "elsewhere" / "ds.json").write_text(BLOCK)
     code = ARM + (
-        "import sys, types, accelerate\nours = types.ModuleType('deepspeed_cad.integrations.refusals')\n"
+        "import sys, types, accelerate\nours = types.ModuleType('deepspeed_cad.integrations.prepared')\n"
         "ours.refuse_accelerator = lambda accelerator: print('refused?')\nsys.modules[ours.__name__] = ours\n"
         "plugin = lambda config: types.SimpleNamespace(deepspeed_config=config)\n"
         f"try:\n accelerate.Accelerator({call}); print('fine')\n"

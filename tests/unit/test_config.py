@@ -62,7 +62,7 @@ REFUSED = [
     ("tolerance", True, "between 0 and 1"),
     ("tolerance", "auto", 'no "auto"'),
     ("granularity", 128.0, "whole number"),
-    ("overlap", "ping-pong", '"auto" or "local_first" or "interleave" or "pingpong" or "none"'),
+    ("overlap", "ping-pong", '"auto" or "local_first" or "interleave" or "none"'),
     ("links", {"inside": 300}, 'with the keys "inside" and "between" in GB/s above 0'),
     ("links", {"inside": 300, "between": 0}, "above 0"),
     ("links", {"inside": True, "between": 5}, "above 0"),

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import training  # installs what the integrations need
-from deepspeed_cad.integrations import callback, structure, trainer
-from deepspeed_cad.integrations import transformers as room
-from deepspeed_cad.integrations.callback import CADCallback, Savings, estimate_savings
+from deepspeed_cad.integrations import structure
+from deepspeed_cad.integrations.callback import estimate_savings
 from deepspeed_cad.integrations.positions import no_rows
-from deepspeed_cad.integrations.structure import default_attention, find_decoder
 from deepspeed_cad.integrations.trainer import unknown_loss, wrong_loss
 from deepspeed_cad.integrations.verify import loss_of
-from transformers import LlamaConfig, PretrainedConfig, Trainer
+from transformers import Trainer
 
-import deepspeed_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.report.statistics import Statistics
 
@@ -42,42 +37,9 @@ def binding_of(session: Session) -> Any:
     return SimpleNamespace(session=session, feed=SimpleNamespace(keys=["full", "windowed"]), decoder=lambda: decoder)
 
 
-@pytest.mark.parametrize(
-    ("logs", "statistics", "savings"),
-    [({"loss": 2.0}, True, False), ({"eval_loss": 2.0}, False, False), ({"train_runtime": 9.0}, False, True)],
-)
-def test_what_the_trainer_logs(monkeypatch, logs: dict, statistics: bool, savings: bool) -> None:
-    seen: list[dict[str, float]] = []
-    monkeypatch.setattr(trainer, "find_binding", lambda model: binding_of(Session()))
-    log = trainer._wrap_log(lambda self, logs: seen.append(dict(logs)))
-    log(SimpleNamespace(model=object(), callback_handler=SimpleNamespace(callbacks=[CADCallback()])), dict(logs))
-    assert seen[0].items() >= logs.items()
-    assert ("cad/sent_MiB" in seen[0]) is statistics and ("cad/saved_s" in seen[0]) is savings
-
-
-def test_a_trainer_without_cad_logs_its_own(monkeypatch) -> None:
-    monkeypatch.setattr(trainer, "find_binding", lambda model: None)
-    log = trainer._wrap_log(lambda self, logs: logs)
-    assert log(SimpleNamespace(model=object()), {"loss": 1.0}) == {"loss": 1.0}
-    assert log(SimpleNamespace(), {"train_runtime": 1.0}) == {"train_runtime": 1.0}
-
-
-def test_the_callback_says_what_a_step_was(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(callback, "find_binding", lambda model: binding_of(Session()))
-    state = SimpleNamespace(global_step=7, is_world_process_zero=True)
-    with caplog.at_level(logging.INFO, "deepspeed_cad"):
-        CADCallback().on_log(None, state, None, {"loss": 1.0}, object())
-        CADCallback().on_log(None, state, None, {"eval_loss": 1.0}, object())
-        CADCallback().on_log(None, state, None, {"loss": 1.0}, None)
-    assert [one.getMessage() for one in caplog.records] == [
-        "step 7: attention of the slowest rank over the mean 1.125, without CAD 1.500; 3.0 MiB sent, 3.0 ms to plan a "
-        "micro-batch, 1.500 s waited for exchanges"
-    ]
-
-
 def test_savings_are_those_of_all_layers() -> None:
     """Six layers of two kinds: three of each, and the sums count one of each kind."""
-    assert estimate_savings(binding_of(Session())) == Savings(3 * 1.5, 3 * 2.0, 3 * 0.5)
+    assert list(estimate_savings(binding_of(Session())).values()) == [3 * 1.5, 3 * 2.0, 3 * 0.5]
 
 
 class OwnLoss(Trainer):
@@ -130,30 +92,6 @@ def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
     found = no_rows({"logits": padded, "hidden": (padded, other), "loss": None, "count": 5})
     assert found["logits"].shape == (1, 0, 4) and found["hidden"][0].shape == (1, 0, 4)
     assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
-
-
-class WithoutSdpa:
-    """A model that has only attention of its own."""
-
-    _supports_sdpa = False
-
-
-@pytest.mark.parametrize(
-    ("config", "name"), [(LlamaConfig(), "sdpa"), (PretrainedConfig(), "sdpa"), (SimpleNamespace(), "eager")]
-)
-def test_the_attention_that_transformers_would_choose(monkeypatch, config: Any, name: str) -> None:
-    known = {LlamaConfig: structure.MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig], SimpleNamespace: WithoutSdpa}
-    monkeypatch.setattr(structure, "MODEL_FOR_CAUSAL_LM_MAPPING", known)
-    assert default_attention(config) == name
-
-
-@pytest.mark.parametrize(("overlap", "alternate"), [("pingpong", True), ("local_first", False)])
-def test_every_layer_alternates_where_it_is_asked_for(monkeypatch, overlap: str, alternate: bool) -> None:
-    layers: list[torch.nn.Module] = []
-    monkeypatch.setattr(room, "alternate", layers.append)
-    model = training.tiny_llama()
-    deepspeed_cad.apply(model, {"overlap": overlap})
-    assert layers == (list(find_decoder(model).layers) if alternate else [])
 
 
 @pytest.mark.parametrize(

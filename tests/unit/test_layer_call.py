@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_cad.integrations import pipeline
-from deepspeed_cad.integrations.layer_call import attend_layer
+from deepspeed_cad.integrations.functions import attend_layer
 
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
 from deepspeed_cad.errors import CADError, CADUnsupportedError

@@ -169,13 +169,3 @@ def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture)
         for forwards in (0, 1, 3):
             check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, scalar), forwards)
     assert [record.message.count("not checked") for record in caplog.records] == [1]
-
-
-def test_device_is_found_in_what_the_function_captured() -> None:
-    """Without "device" (transformers 4): the device of a captured tensor."""
-    from deepspeed_cad.integrations.mask_check import _device
-
-    ids = torch.zeros(1, 4, device="meta")
-    function = masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(ids))
-    assert _device(function, {}).type == "meta"
-    assert _device(causal, {}).type == "cpu"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +10,11 @@ import pytest
 import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
-from deepspeed_cad.integrations.interleavable import why_not_twice
-from deepspeed_cad.integrations.joined import CannotJoin, Join
-from model_cases import tiny_model
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
-from deepspeed_cad.attention.pingpong import RowCut, hand_over, run_alternating
+from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -143,14 +138,10 @@ def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Mod
     return o_THV.unflatten(0, (given[0].shape[0], given[0].shape[2]))
 
 
-@pytest.mark.parametrize(
-    "cut, width, text",
-    [(True, 6, "not inside a decoder layer that was cut"), (False, 5, "got 5 tokens where its micro-batch has 6")],
-)
-def test_mistakes_name_the_layer(cut: bool, width: int, text: str) -> None:
-    one = micro_batch([[6]], [3] if cut else None)
-    with pytest.raises(CADError, match=f"{LABEL}.*{text}"):
-        attend(descriptor(one), inputs(1, width))
+@pytest.mark.parametrize("at", [None, [3]])
+def test_mistakes_name_the_layer(at: list[int] | None) -> None:
+    with pytest.raises(CADError, match=f"{LABEL} got 5 tokens where its micro-batch has 6"):
+        attend(descriptor(micro_batch([[6]], at)), inputs(1, 5))
 
 
 def test_batch_rows_are_documents_of_their_own() -> None:
@@ -162,28 +153,29 @@ def test_batch_rows_are_documents_of_their_own() -> None:
         assert torch.allclose(found[row], document_attention(*heads, 0.5), atol=1e-12)
 
 
+@pytest.mark.parametrize("alternate", [True, False])
 @pytest.mark.parametrize("at", [4, 0, 10])
-def test_nano_batches_of_a_document(at: int) -> None:
+def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
     """A document goes on in the second nano-batch; one may be empty, and then the model runs on a row whose output
-    is dropped."""
+    is dropped. Where they cannot alternate a layer attends both in turn."""
     one, given, module = micro_batch([[3, 7]], [at], aside=object()), inputs(1, 10), torch.nn.Module()
-    whole = descriptor(one)
-    assert whole.is_cut and whole.row_cut(1, 10) == RowCut(1, 10, at)
-    first, second = whole.cut()
-    assert not first.is_cut and (first.nano_batch, second.nano_batch) == (0, 1)
-    assert (first.window, first.kernel, first.modes, first.micro_batch) == (None, whole.kernel, whole.modes, one)
-    cut = RowCut(1, 10, at)
-    pairs = [cut.split(x) for x in given]
-    order: list[str] = []
+    whole, order = descriptor(one), []
 
-    def half(mask: MaskDescriptor, i: int) -> torch.Tensor:
-        order.append(f"pre {i}")
-        found = attend(mask, [pair[i] for pair in pairs], module)
-        order.append(f"post {i}")
+    def half(nano_batch: int) -> torch.Tensor:
+        order.append(f"pre {nano_batch}")
+        rows = [x[:, :, :at] if nano_batch == 0 else x[:, :, at:] for x in given]
+        rows = [x if x.shape[2] else y[:, :, :1] for x, y in zip(rows, given)]
+        found = attend(whole.part(nano_batch), rows, module)
+        order.append(f"post {nano_batch}")
         return found
 
-    found = cut.join(*run_alternating(lambda: half(first, 0), lambda: half(second, 1)))
-    assert order == ["pre 0", "pre 1", "post 0", "post 1"]
+    if alternate:
+        states = ThreadState(CPU, RandomStream(CPU)), ThreadState(CPU, RandomStream(CPU, 5))
+        first, second = run_alternating(lambda: half(0), lambda: half(1), states)
+        assert order == ["pre 0", "pre 1", "post 0", "post 1"]
+        found = torch.cat([first[:, :at], second[:, : 10 - at]], dim=1)
+    else:
+        found = attend(whole, given, module)
     heads = [x[0].transpose(0, 1) for x in given]
     expected = torch.cat(
         [document_attention(*(x[:3] for x in heads), 0.5), document_attention(*(x[3:] for x in heads), 0.5)]
@@ -193,8 +185,7 @@ def test_nano_batches_of_a_document(at: int) -> None:
     right = torch.autograd.grad(expected, given, do[0], retain_graph=True)
     for x, y in zip(torch.autograd.grad(found, given, do), right):
         assert torch.allclose(x, y, atol=1e-12)
-    assert (one.counts.forwards, one.counts.backwards) == (2, 2)
-    assert not one._first_keys
+    assert one.counts.forwards == 2 and not one._first_keys
     for i in range(2):
         setup = one._calls[module, i].setup
         assert (setup.nano_batch, setup.label, setup.aside) == (i, LABEL, one.aside)
@@ -210,173 +201,3 @@ def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them(
     one.first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
     k, v = one.first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
     assert k.tolist() == [4.0, 5.0, 6.0] and v.tolist() == [14.0, 15.0, 16.0]
-
-
-# Cutting a layer's arguments
-
-
-@pytest.mark.parametrize(
-    "shape, first",
-    [
-        ((1, 10, 4), (1, 3, 4)),
-        ((1, 10), (1, 3)),
-        ((10,), (3,)),
-        ((1, 2, 10, 4), (1, 2, 3, 4)),
-        ((1, 2, 10), None),
-        ((2, 10), None),
-        ((4,), None),
-        ((), None),
-    ],
-)
-def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...] | None) -> None:
-    x = torch.rand(shape)
-    one, other = RowCut(1, 10, 3).split(x)
-    if first is None:
-        assert one is other is x
-    else:
-        dim = shape.index(10)
-        assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
-
-
-@pytest.mark.parametrize("axes", [3, 4])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_positions_of_several_axes_are_cut(rows: int, axes: int) -> None:
-    """Between tokens of one row, or between rows, also where there are as many rows as axes."""
-    cut = RowCut(rows, 10, 3 if rows == 1 else 10)
-    x = torch.arange(axes * rows * 10).view(axes, rows, 10)
-    one, other = cut.split(x)
-    assert one.shape == ((axes, 1, 3) if rows == 1 else (axes, 1, 10))
-    assert torch.equal(torch.cat([one, other], 2 if rows == 1 else 1), x)
-
-
-def test_nested_arguments_are_cut_and_joined() -> None:
-    cut, x, other = RowCut(1, 10, 3), torch.rand(1, 10, 2), object()
-    one, two = cut.split({"a": (x, other), "b": [x], "c": 3})
-    assert one["a"][0].shape[1] == 3 and two["a"][0].shape[1] == 7 and type(one["b"]) is list
-    assert one["a"][1] is two["a"][1] is other and one["c"] == 3
-    joined = cut.join(one["a"], two["a"])
-    assert torch.equal(joined[0], x) and joined[1] is other
-    scalar = torch.tensor(1.0)
-    assert cut.join(scalar, torch.tensor(2.0)) is scalar and cut.join(None, None) is None
-
-
-# Alternating
-
-
-def test_nano_batches_run_in_the_context_of_the_layer() -> None:
-    """Host frameworks keep settings in context variables; what one nano-batch changes the other does not see."""
-    setting = contextvars.ContextVar("setting", default="default")
-    setting.set("of the layer")
-
-    def run(own: str) -> tuple[str, str]:
-        before = setting.get()
-        setting.set(own)
-        hand_over()
-        return before, setting.get()
-
-    assert run_alternating(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
-    assert setting.get() == "of the layer"
-
-
-# What a decoder returns for two nano-batches, joined to what it would have returned for both.
-
-
-CUTS = [RowCut(1, 10, 3), RowCut(1, 10, 0), RowCut(1, 10, 10), RowCut(4, 10, 30), RowCut(4, 10, 0), RowCut(2, 2, 2)]
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
-    hidden = torch.rand(cut.batch, cut.width, 6, requires_grad=True)
-    logits = torch.rand(cut.batch * cut.width, 5)
-    first, second = cut.split(hidden)
-    at = max(cut.at, 1 if cut.batch == 1 else cut.width)
-    rows = logits.split([cut.at, len(logits) - cut.at])
-    stand_in = logits[:at] if cut.at == 0 else logits[: 1 if cut.batch == 1 else cut.width]
-    routed = [part if len(part) else stand_in[: 1 if cut.batch == 1 else cut.width] for part in rows]
-
-    def output(x: torch.Tensor, router: torch.Tensor) -> BaseModelOutputWithPast:
-        found = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=None, hidden_states=(x, x * 2))
-        found["router_logits"] = (router,)
-        return found
-
-    joined = Join(cut).join(output(first, routed[0]), output(second, routed[1]))
-    assert type(joined) is BaseModelOutputWithPast
-    assert torch.equal(joined.last_hidden_state, hidden) and torch.equal(joined.hidden_states[1], hidden * 2)
-    assert torch.equal(joined.router_logits[0], logits)
-    (gradient,) = torch.autograd.grad(joined.last_hidden_state.sum(), hidden)
-    assert torch.equal(gradient, torch.ones_like(hidden))
-    as_tuple = Join(cut).join((first, None, True), (second, None, True))
-    assert torch.equal(as_tuple[0], hidden) and as_tuple[1:] == (None, True)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "says"),
-    [
-        (torch.tensor(1.0), torch.tensor(2.0), r"shapes \[\] and \[\]"),
-        (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"),
-        (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
-        ((torch.ones(1, 3),), (None,), r"\[0\], a Tensor and a NoneType"),
-        ({"a": object()}, {"a": object()}, '"a", a object'),
-        ([1], [2], r"\[0\], a int"),
-        ((1,), (1, 2), "a tuple"),
-    ],
-)
-def test_what_has_no_rows(first: object, second: object, says: str) -> None:
-    with pytest.raises(CannotJoin, match=says):
-        Join(RowCut(1, 10, 3)).join(first, second)
-
-
-# Whether a decoder can run twice
-
-
-def _sharded(decoder: torch.nn.Module) -> None:
-    decoder.layers[1].mlp.up_proj.weight.ds_id = 3
-
-
-def _reentrant(decoder: torch.nn.Module) -> None:
-    decoder.gradient_checkpointing_enable({"use_reentrant": True})
-
-
-def _checkpointed(decoder: torch.nn.Module) -> None:
-    decoder.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _other_layers(decoder: torch.nn.Module) -> None:
-    decoder.config.layer_types = ["full_attention", "linear_attention"]
-
-
-def _without_attention(decoder: torch.nn.Module) -> None:
-    decoder.layers[0].self_attn = torch.nn.Identity()
-
-
-def _convolution(decoder: torch.nn.Module) -> None:
-    decoder.layers[1].mlp.short = torch.nn.Conv1d(4, 4, 3)
-
-
-def _scaled_by_the_batch(decoder: torch.nn.Module) -> None:
-    decoder.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-
-
-def _opt(decoder: torch.nn.Module) -> None:
-    decoder.config.model_type = "opt"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda decoder: None, ""),
-        (_checkpointed, ""),
-        (_sharded, "ZeRO-3"),
-        (_reentrant, "reentrant"),
-        (_other_layers, "linear_attention"),
-        (_without_attention, "layer 0 has no attention"),
-        (_convolution, "layer 1 has a convolution"),
-        (_scaled_by_the_batch, '"longrope"'),
-        (_opt, "OPT"),
-    ],
-)
-def test_why_a_decoder_cannot_run_twice(change, says: str) -> None:
-    decoder = tiny_model("llama").model
-    change(decoder)
-    found = why_not_twice(decoder)
-    assert says in found and bool(says) == bool(found)

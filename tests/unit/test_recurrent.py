@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders, find_borders
-from deepspeed_cad.integrations.recurrent import Ways, _Call, _run, keep_whole
+from deepspeed_cad.integrations.recurrent import Ways, _Call, _run
 from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
@@ -69,16 +69,6 @@ def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None
     found = find_borders(local, *array.shape)
     assert found.tolist() == begin
     assert Borders(found, *array.shape).are_batch_rows == (len(begin) == len(array) + 1)
-
-
-def test_forms_of_borders() -> None:
-    """What kernels take, and where rows go where blank ones are put between; uploaded once."""
-    borders, cpu = Borders.of_lengths([2, 1, 3]), torch.device("cpu")
-    assert borders.cumulative(cpu).tolist() == [0, 2, 3, 6] and borders.cumulative(cpu).dtype == torch.int32
-    assert borders.sequence(cpu).tolist() == [[0, 0, 1, 2, 2, 2]] and borders.sequence(cpu).dtype == torch.int32
-    assert borders.cumulative(cpu) is borders.cumulative(cpu)
-    assert borders.gapped(2).lengths == [4, 3, 5]
-    assert borders.rows_in_gapped(2, cpu).tolist() == [0, 1, 4, 7, 8, 9]
 
 
 # Which way
@@ -277,11 +267,6 @@ def test_leak_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         model(**packed(ROW))
 
 
-def test_ping_pong_beside_attention_is_refused() -> None:
-    with pytest.raises(CADUnsupportedError, match='side by side.*"overlap": "local_first"'):
-        deepspeed_cad.apply(_tiny("falcon_h1"), {"overlap": "pingpong"})
-
-
 @pytest.mark.skipif(not NEW, reason="this version of transformers hands such layers the mask of attention")
 def test_replaced_forward_is_refused() -> None:
     """Hub kernels put a forward on the module itself, which hides what CAD puts around its class."""
@@ -331,38 +316,6 @@ def test_projections_sharded_apart_are_refused() -> None:
         model(**packed(ROW))
 
 
-def test_layers_are_gathered_whole_only_before_the_engine() -> None:
-    """DeepSpeed's hooks on what is inside of a layer would not know of it afterwards."""
-    layer = _tiny("lfm2").model.layers[0]
-    keep_whole(layer)
-    assert layer.conv._z3_leaf and not hasattr(layer, "_z3_leaf")
-    layer = _tiny("lfm2").model.layers[0]
-
-    def hook(module: nn.Module, args: Any) -> None:
-        """As the engine's."""
-
-    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-    layer.conv.register_forward_pre_hook(hook)
-    keep_whole(layer)
-    assert not hasattr(layer.conv, "_z3_leaf")
-
-
-def test_arguments_with_tokens_are_refused() -> None:
-    """CAD would not cut them at borders; others, such as num_items_in_batch of the Trainer, pass."""
-    toy = Toy()
-    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(_raise)})()
-    hidden = torch.ones(1, 7, 8, dtype=torch.float64)
-    with pytest.raises(CADUnsupportedError, match="Toy of layer . gets more, which CAD cannot cut"):
-        _run(toy, toy.forward, inside, (hidden,), {"more": [torch.ones(1, 7)]})
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-# The probe
-
-
 class Toy(nn.Module):
     """A running sum behind a convolution, with or without borders."""
 
@@ -392,18 +345,20 @@ def _find(toy: Toy) -> tuple[Way | None, bool]:
     return found[0], found[2]
 
 
-@pytest.mark.parametrize(
-    ("toy", "way"),
-    [
-        (Toy(obeys=True), Way.GAPS),  # its convolution knows no borders
-        (Toy(obeys=True, bias=True), Way.DOCUMENTS),  # and a bias would fill blank rows
-        (Toy(), Way.DOCUMENTS),
-        (Toy(remembers=True), None),  # from call to call
-    ],
-    ids=["gaps", "bias", "ignores", "remembers"],
-)
-def test_probe(toy: Toy, way: Way | None) -> None:
-    assert _find(toy) == (way, True)
+def test_arguments_with_tokens_are_refused() -> None:
+    """CAD would not cut them at borders; others, such as num_items_in_batch of the Trainer, pass."""
+    toy = Toy()
+    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(_raise)})()
+    hidden = torch.ones(1, 7, 8, dtype=torch.float64)
+    with pytest.raises(CADUnsupportedError, match="Toy of layer . gets more, which CAD cannot cut"):
+        _run(toy, toy.forward, inside, (hidden,), {"more": [torch.ones(1, 7)]})
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+# The probe
 
 
 def test_blind_probe_trusts_nothing() -> None:
@@ -411,52 +366,3 @@ def test_blind_probe_trusts_nothing() -> None:
     toy = Toy(obeys=True)
     nn.init.zeros_(toy.conv.weight)
     assert _find(toy) == (Way.DOCUMENTS, False)
-
-
-def test_probe_leaves_random_numbers_and_autocast_alone() -> None:
-    """Autocast keeps weights that it cast: without gradients, they would be lost to the forward around the probe."""
-    toy = Toy().float()
-    state = torch.get_rng_state()
-    ways = Ways(pytest.fail)
-    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": ways})()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = _run(toy, toy.forward, inside, (), {"hidden_states": torch.ones(1, 7, 8)})
-    out.float().sum().backward()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert toy.proj.weight.grad is not None and toy.proj.weight.grad.abs().sum() > 0
-
-
-# Several modalities
-
-
-def _wrapper() -> Any:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    text = _tiny("qwen3_5_text").config.to_dict()
-    config = Qwen3_5Config(
-        text_config=text,
-        vision_config={
-            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-            "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
-        },
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(config)
-    model.set_attn_implementation("sdpa")
-    return model.to(torch.float64).train()
-
-
-@pytest.mark.skipif(not known_kind("qwen3_5"), reason="this version of transformers has no qwen3_5")
-def test_text_path_of_a_model_of_several_modalities() -> None:
-    """Text trains, and the vision part keeps its attention; test_vision.py has images."""
-    model, batch = _wrapper(), packed(ROW)
-    expected = alone(model, batch, ROW)
-    _apply(model)
-    assert model.model.visual.config._attn_implementation == "sdpa"
-    assert model.model.language_model.config._attn_implementation == "cad"
-    assert_same(run(model, batch, ROW), expected, FP32)
-    axes = {**batch, "position_ids": batch["position_ids"].expand(4, 1, -1)}
-    assert_same(run(model, axes, ROW), expected, FP32)
-    shifted = torch.arange(3)[:, None, None] + batch["position_ids"]
-    with pytest.raises(CADError, match="a first of four axes"):
-        model(**{**batch, "position_ids": shifted})

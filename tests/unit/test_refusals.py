@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed_cad.integrations.models import (
     describe,
-    refuse_arguments,
     refuse_checkpointing,
     refuse_model,
     refuse_spanning,
@@ -179,13 +178,6 @@ def test_refusals_that_only_a_forward_can_see(workers: WorkerPool, run: Any, rea
     """Every rank raises, none waits for another."""
     errors, _ = workers.try_run(run, 2)
     assert all(error is not None and error[0] == "CADUnsupportedError" and reason in error[1] for error in errors)
-
-
-def test_arguments_that_change_attention_are_refused() -> None:
-    refuse_arguments("layer 0", {"position_ids": torch.zeros(1), "is_causal": False, "indices": None})
-    for name in ("indices", "block_indices", "position_bias"):
-        with pytest.raises(CADUnsupportedError, match=f"layer 0 passes {name}"):
-            refuse_arguments("layer 0", {name: torch.zeros(1)})
 
 
 def test_positions_scaled_by_the_batch_must_not_span_ranks() -> None:

@@ -145,7 +145,7 @@ def test_pieces_are_put_side_by_side() -> None:
     ("block", "pieces", "words"),
     [
         ({"documents": "deal"}, False, '"documents": "deal" moves documents'),
-        ({"overlap": "pingpong"}, True, '"overlap" cannot be had beside Ulysses'),
+        ({"overlap": "interleave"}, True, '"overlap" cannot be had beside Ulysses'),
         ({"verify": 1}, True, '"verify" cannot be had beside Ulysses'),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from deepspeed_cad.integrations.verify import TOLERANCE
 
 import deepspeed_cad
 from deepspeed_cad.attention import backward as backward_room
@@ -17,7 +18,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.session import close_session
 
 LINE = re.compile(
-    r"verify: micro-batch (\d) of 2 is the same without CAD: (.*?); differences of (.*?) \(allowed: ([^)]*)\)(.*)"
+    r"verify: micro-batch (\d) of 2 is the same without CAD: (.*?); differences, of what is allowed: (.*)"
 )
 
 
@@ -30,6 +31,12 @@ def train(dtype: torch.dtype = torch.float32, model: Any = None, batch: Any = No
     return model
 
 
+def differences(said: str) -> dict[str, tuple[float, float]]:
+    """By kind: what differs, and what is allowed."""
+    found = (re.fullmatch(r"(\w+) (\S+) of (\S+)", one) for one in said.split(", "))
+    return {one[1]: (float(one[2]), float(one[3])) for one in found if one}
+
+
 def lines(capfd: pytest.CaptureFixture[str]) -> list[tuple[str, ...]]:
     return [found.groups() for found in map(LINE.search, capfd.readouterr().err.splitlines()) if found]
 
@@ -39,16 +46,17 @@ def test_one_line_for_each_micro_batch(dtype: torch.dtype, capfd: pytest.Capture
     train(dtype)
     found = lines(capfd)
     assert [one[0] for one in found] == ["1", "2"]
-    for _, loss, kinds, allowed, rest in found:
+    for _, loss, said in found:
         with_cad, without = re.findall(r"\d+\.\d+", loss)
-        assert abs(float(with_cad) - float(without)) < 0.05 and rest == ""
-        errors = dict(zip(kinds.split()[::2], (float(x.strip(",")) for x in kinds.split()[1::2])))
-        assert set(errors) == {"O", "output", "dQ", "dK", "dV"}
+        assert abs(float(with_cad) - float(without)) < 0.05
+        of = differences(said)
+        assert set(of) == {"O", "output", "dQ", "dK", "dV"}
         # Norms of a model in fp64 compute in fp32.
-        of_output = errors.pop("output") if dtype == torch.float64 else 0.0
-        assert allowed == ("1.0e-09 for O dQ dK dV, 1.0e-04 for output" if of_output else allowed)
+        exact = TOLERANCE[dtype]
+        limits = {**dict.fromkeys(of, exact), "output": max(exact, 1e-4)}
+        assert {kind: allowed for kind, (_, allowed) in of.items()} == limits
         # Two right kernels are far below what is allowed.
-        assert max(errors.values()) < float(allowed.split()[0]) / 5 and of_output < 1e-12
+        assert all(error < exact / 5 for error, _ in of.values())
 
 
 def test_training_is_not_changed() -> None:
@@ -88,9 +96,10 @@ def test_parts_that_compute_in_fp32(model: str, capfd: pytest.CaptureFixture[str
         train(model=Gemma2ForCausalLM(config).double())
     found = lines(capfd)
     assert len(found) == 2
-    for _, loss, kinds, allowed, _ in found:
-        assert "without" in loss and allowed == "1.0e-09 for O dQ dK dV, 1.0e-04 for output"
-        assert 1e-9 < float(kinds.partition("output ")[2].partition(",")[0]) < 1e-5
+    for _, loss, said in found:
+        of = differences(said)
+        assert "without" in loss and of["dQ"][1] == 1e-9 and of["output"][1] == 1e-4
+        assert 1e-9 < of["output"][0] < 1e-5
 
 
 def test_sinks(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,21 +1,26 @@
-"""Torch's state of a thread while two parts alternate on it: each has its own, and what was around both stays."""
+"""Two parts that alternate on one thread, each with its own state of torch; a decoder's arguments cut for them, and its
+outputs joined."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from deepspeed_cad.integrations.interleaved import why_not_twice
+from deepspeed_cad.integrations.row_cut import CannotJoin, RowCut
+from model_cases import tiny_model
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deepspeed_cad.attention.pingpong import hand_over, run_alternating
-from deepspeed_cad.attention.thread_state import RandomStream, ThreadState
+from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, hand_over, run_alternating
 
 CPU = torch.device("cpu")
 
@@ -196,3 +201,163 @@ def test_checkpointed_regions_that_overlap(early_stop: bool) -> None:
 
     for found, expected in zip(gradients(True), gradients(False)):
         assert torch.equal(found, expected)
+
+
+def test_nano_batches_run_in_the_context_of_the_layer() -> None:
+    """Host frameworks keep settings in context variables; what one nano-batch changes the other does not see."""
+    setting = contextvars.ContextVar("setting", default="default")
+    setting.set("of the layer")
+
+    def run(own: str) -> tuple[str, str]:
+        before = setting.get()
+        setting.set(own)
+        hand_over()
+        return before, setting.get()
+
+    assert _run(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
+    assert setting.get() == "of the layer"
+
+
+# Cut and joined
+
+
+CUTS = [RowCut(1, 10, 3), RowCut(1, 10, 0), RowCut(1, 10, 10), RowCut(4, 10, 30), RowCut(4, 10, 0), RowCut(2, 2, 2)]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
+    hidden = torch.rand(cut.batch, cut.width, 6, requires_grad=True)
+    logits = torch.rand(cut.batch * cut.width, 5)
+    first, second = cut.split(hidden)
+    at = max(cut.at, 1 if cut.batch == 1 else cut.width)
+    rows = logits.split([cut.at, len(logits) - cut.at])
+    stand_in = logits[:at] if cut.at == 0 else logits[: 1 if cut.batch == 1 else cut.width]
+    routed = [part if len(part) else stand_in[: 1 if cut.batch == 1 else cut.width] for part in rows]
+
+    def output(x: torch.Tensor, router: torch.Tensor) -> BaseModelOutputWithPast:
+        found = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=None, hidden_states=(x, x * 2))
+        found["router_logits"] = (router,)
+        return found
+
+    joined = cut.join(output(first, routed[0]), output(second, routed[1]))
+    assert type(joined) is BaseModelOutputWithPast
+    assert torch.equal(joined.last_hidden_state, hidden) and torch.equal(joined.hidden_states[1], hidden * 2)
+    assert torch.equal(joined.router_logits[0], logits)
+    (gradient,) = torch.autograd.grad(joined.last_hidden_state.sum(), hidden)
+    assert torch.equal(gradient, torch.ones_like(hidden))
+    as_tuple = cut.join((first, None, True), (second, None, True))
+    assert torch.equal(as_tuple[0], hidden) and as_tuple[1:] == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (torch.tensor(1.0), torch.tensor(2.0), r"shapes \[\] and \[\]"),
+        (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"),
+        (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
+        ((torch.ones(1, 3),), (None,), r"\[0\], a Tensor and a NoneType"),
+        ({"a": object()}, {"a": object()}, '"a", a object'),
+        ([1], [2], r"\[0\], a int"),
+        ((1,), (1, 2), "a tuple"),
+    ],
+)
+def test_what_has_no_rows(first: object, second: object, says: str) -> None:
+    with pytest.raises(CannotJoin, match=says):
+        RowCut(1, 10, 3).join(first, second)
+
+
+@pytest.mark.parametrize(
+    "shape, first",
+    [
+        ((1, 10, 4), (1, 3, 4)),
+        ((1, 10), (1, 3)),
+        ((10,), (3,)),
+        ((1, 2, 10, 4), (1, 2, 3, 4)),
+        ((1, 2, 10), None),
+        ((2, 10), None),
+        ((4,), None),
+        ((), None),
+    ],
+)
+def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...] | None) -> None:
+    x = torch.rand(shape)
+    one, other = RowCut(1, 10, 3).split(x)
+    if first is None:
+        assert one is other is x
+    else:
+        dim = shape.index(10)
+        assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_positions_of_several_axes_are_cut(rows: int, axes: int) -> None:
+    """Between tokens of one row, or between rows, also where there are as many rows as axes."""
+    cut = RowCut(rows, 10, 3 if rows == 1 else 10)
+    x = torch.arange(axes * rows * 10).view(axes, rows, 10)
+    one, other = cut.split(x)
+    assert one.shape == ((axes, 1, 3) if rows == 1 else (axes, 1, 10))
+    assert torch.equal(torch.cat([one, other], 2 if rows == 1 else 1), x)
+
+
+def test_nested_arguments_are_cut() -> None:
+    x, other = torch.rand(1, 10, 2), object()
+    one, two = RowCut(1, 10, 3).split({"a": (x, other), "b": [x], "c": 3})
+    assert one["a"][0].shape[1] == 3 and two["a"][0].shape[1] == 7 and type(one["b"]) is list
+    assert one["a"][1] is two["a"][1] is other and one["c"] == 3
+
+
+# Whether a decoder can run twice
+
+
+def _sharded(decoder: torch.nn.Module) -> None:
+    decoder.layers[1].mlp.up_proj.weight.ds_id = 3
+
+
+def _reentrant(decoder: torch.nn.Module) -> None:
+    decoder.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def _checkpointed(decoder: torch.nn.Module) -> None:
+    decoder.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _other_layers(decoder: torch.nn.Module) -> None:
+    decoder.config.layer_types = ["full_attention", "linear_attention"]
+
+
+def _without_attention(decoder: torch.nn.Module) -> None:
+    decoder.layers[0].self_attn = torch.nn.Identity()
+
+
+def _convolution(decoder: torch.nn.Module) -> None:
+    decoder.layers[1].mlp.short = torch.nn.Conv1d(4, 4, 3)
+
+
+def _scaled_by_the_batch(decoder: torch.nn.Module) -> None:
+    decoder.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+
+
+def _opt(decoder: torch.nn.Module) -> None:
+    decoder.config.model_type = "opt"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda decoder: None, ""),
+        (_checkpointed, ""),
+        (_sharded, "ZeRO-3"),
+        (_reentrant, "reentrant"),
+        (_other_layers, "linear_attention"),
+        (_without_attention, "layer 0 has no attention"),
+        (_convolution, "layer 1 has a convolution"),
+        (_scaled_by_the_batch, '"longrope"'),
+        (_opt, "OPT"),
+    ],
+)
+def test_why_a_decoder_cannot_run_twice(change, says: str) -> None:
+    decoder = tiny_model("llama").model
+    change(decoder)
+    found = why_not_twice(decoder)
+    assert says in found and bool(says) == bool(found)

@@ -1,19 +1,30 @@
-"""What torch keeps for a thread and a model may change: taken off one part of it, put back when that part goes on.
+"""Two nano-batches of one micro-batch alternate over a model: greenlets run its unmodified code on two parts.
 
-Two parts of a model that alternate on one thread (pingpong.py) may hand over inside a checkpointed layer. Such a layer
-pushed hooks for the tensors that autograd saves, and perhaps modes or another grad mode; the other part must not see
-them, or its tensors end up in the wrong layer. Greenlets switch Python's context variables; torch's own state is
-switched here, private calls included. Tried on torch 2.13.
+Each layer is called once for each nano-batch, which hands over once, right after its dispatch. `linear A(l)` is what
+lies between two attentions: post A of layer l, pre A of layer l + 1. While one nano-batch is there, servers attend the
+other one, and neither has to wait where both take as long:
+
+    … collect A │ linear A(l) │ dispatch A │ collect B │ linear B(l) │ dispatch B │ collect A │ linear A(l+1) │ …
+    servers:      B of layer l               A of layer l+1            B of layer l+1
+
+Autograd runs its nodes in the reverse order of their creation, so the backward mirrors this without further help.
+
+Greenlets stay on one thread, and a nano-batch may hand over inside a checkpointed layer. Such a layer pushed hooks for
+the tensors that autograd saves, and perhaps modes or another grad mode; the other nano-batch must not see them, or its
+tensors end up in the wrong layer. Greenlets switch Python's context variables; torch's own state is switched here,
+private calls included. Tried on torch 2.13.
 """
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
@@ -33,12 +44,54 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from deepspeed_cad.errors import CADError
+
+
+def hand_over() -> None:
+    """Let the other nano-batch run until it hands over in turn."""
+    parent = getcurrent().parent
+    if parent is None:
+        raise CADError("a nano-batch handed over outside of run_alternating")
+    parent.switch()
+
+
+def run_alternating(
+    first: Callable[[], Any], second: Callable[[], Any], states: tuple[ThreadState, ThreadState]
+) -> tuple[Any, Any]:
+    """Run two functions on this thread, switching whenever one calls `hand_over`; the first goes first.
+
+    Each has a state of torch of its own. An error in either ends both and is raised.
+    """
+    results: list[Any] = [None, None]
+
+    def body(index: int, function: Callable[[], Any]) -> None:
+        results[index] = function()
+
+    pair = [greenlet(body), greenlet(body)]
+    for one in pair:
+        one.gr_context = contextvars.copy_context()
+    arguments: list[tuple[Any, ...]] = [(0, first), (1, second)]
+    try:
+        while not all(one.dead for one in pair):
+            for index, one in enumerate(pair):
+                if not one.dead:
+                    with states[index]:
+                        one.switch(*arguments[index])
+                    arguments[index] = ()
+    finally:
+        for index, one in enumerate(pair):
+            if one and not one.dead:
+                # What it entered it leaves now, with what it pushed in place.
+                with states[index]:
+                    one.throw(GreenletExit)
+    return results[0], results[1]
+
 
 class RandomStream:
-    """Random numbers of one part, on the CPU and on its device.
+    """Random numbers of one nano-batch, on the CPU and on its device.
 
     Checkpointing remembers the generators' state where a layer begins and draws the same numbers when the layer runs
-    again, alone. So what the other part draws in between must not count.
+    again, alone. So what the other one draws in between must not count.
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
@@ -63,13 +116,13 @@ class RandomStream:
 
 
 class ThreadState:
-    """The state of one part: what it pushed or set since it began, on top of what was there around both parts.
+    """The state of one nano-batch: what it pushed or set since it began, on top of what was there around both.
 
-    A context for each stretch that the part runs.
+    A context for each stretch that it runs.
     """
 
     def __init__(self, device: torch.device, random: RandomStream) -> None:
-        """A part that has not begun: it starts with what is set around it."""
+        """A nano-batch that has not begun: it starts with what is set around it."""
         self.random = random
         self._devices = tuple(dict.fromkeys(("cpu", device.type)))
         self._own: tuple[Any, ...] | None = None
@@ -80,7 +133,7 @@ class ThreadState:
         self._base: tuple[Any, int, int] = (None, 0, 0)
 
     def __enter__(self) -> None:
-        """Before the part goes on."""
+        """Before it goes on."""
         self._around = self._settings()
         self._base = (_top_saved_tensors_default_hooks(True), _len_torch_function_stack(), _len_torch_dispatch_stack())
         for pack, unpack in self._hooks:
@@ -94,7 +147,7 @@ class ThreadState:
         self.random.put_on()
 
     def __exit__(self, *error: Any) -> None:
-        """After the part handed over or ended."""
+        """After it handed over or ended."""
         self.random.take_off()
         self._own = self._settings()
         top, function_modes, dispatch_modes = self._base
