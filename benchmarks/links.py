@@ -27,7 +27,7 @@ from deepspeed_cad.planner.constants import WAVES  # noqa: E402
 from deepspeed_cad.planner.core import Aim, solve  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape, PlanInput  # noqa: E402
 from deepspeed_cad.planner.question import with_links  # noqa: E402
-from deepspeed_cad.planner.search import Search  # noqa: E402
+from deepspeed_cad.planner.search import slowest, span, ways  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
 from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
 
@@ -49,15 +49,15 @@ class Ends(NamedTuple):
 def time_step(problem: PlanInput) -> Ends:
     """Plan one step in all ways."""
     even = solve(problem, Aim(problem.tolerance))
-    search = Search(problem, even)
     ends = []
-    for units in search.ways():
-        top, mean = search.span(units)
+    for units in ways(problem):
+        top, mean = span(problem, even, units)
         for share in LEVELS:
-            ends.append(search.slowest(solve(problem, Aim(problem.tolerance, units, top - share * (top - mean)))))
+            found = solve(problem, Aim(problem.tolerance, units, top - share * (top - mean)))
+            ends.append(slowest(problem, found))
     plan = make_plan(problem)
     return Ends(
-        float(plan.load_before.max()), float(plan.load_before.mean()), search.slowest(even), float(plan.finish.max()),
+        float(plan.load_before.max()), float(plan.load_before.mean()), slowest(problem, even), float(plan.finish.max()),
         min(ends), plan.between_bytes, plan.waves,
     )  # fmt: skip
 

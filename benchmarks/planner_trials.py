@@ -9,7 +9,7 @@ ones. For a number of csrc/planner_constants.h the planner is compiled with it. 
 this table.
 
 With `--spanning`, streams of documents of which some lie on up to 16 ranks are planned at tolerance 0.05. Shares are
-those of the plan that starts at home: its burden (planner/starts.py), and what it moves in a forward.
+those of the plan that starts at home: its burden (planner/answer.py), and what it moves in a forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from _deepspeed_cad_build import COMPILE, SYSTEM, find_compiler
 from deepspeed_cad import native
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, constants, core, finish, make_plan, starts
+from deepspeed_cad.planner import HeadShape, PlanInput, answer, constants, core, finish, make_plan
 from deepspeed_cad.planner.core import Aim, solve
 
 ROOT = Path(__file__).parents[1]
@@ -118,10 +118,10 @@ def plan_spanning(layouts: list[Layout]) -> str:
         for layout in layouts:
             problem = PlanInput(layout.tick(), shape, BY_KEYS)
             at_home = solve(problem, Aim(problem.tolerance))
-            found = starts.best_start(problem, at_home)
+            found = answer.best_start(problem, at_home)
             figures.append(
                 (
-                    starts.burden(problem, found.flows) / starts.burden(problem, at_home.flows),
+                    answer.burden(problem, found.flows) / answer.burden(problem, at_home.flows),
                     found.flows.sent.sum() / at_home.flows.sent.sum(),
                     found.flows.received.max() / at_home.flows.received.max(),
                 )
@@ -154,7 +154,7 @@ def print_trials(trials: dict[str, list[Any]], only: list[str] | None, plan: Cal
 @contextmanager
 def changed(name: str, value: Any) -> Iterator[None]:
     """One number is another one: for the modules that took it over from planner/constants.py, and in C++."""
-    holders = [module for module in (core, finish, starts) if hasattr(module, name)]
+    holders = [module for module in (answer, core, finish) if hasattr(module, name)]
     camel = "k" + name.title().replace("_", "")
     header = (ROOT / "csrc" / "planner_constants.h").read_text()
     text, found = re.subn(rf"^(constexpr \S+ {camel}(?:\[\])?) = [^;]+;", rf"\1 = {value};", header, flags=re.MULTILINE)

@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, core, make_plan
+from deepspeed_cad.planner.answer import most_ranks
 from deepspeed_cad.planner.constants import FINER, READ_FROM
-from deepspeed_cad.planner.core import Aim, Solution, solve
-from deepspeed_cad.planner.own_rows import split_own_rows
+from deepspeed_cad.planner.core import Aim, Solution, solve, split_own_rows
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Plan
-from deepspeed_cad.planner.starts import most_ranks
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.choice import SHIPPED
 from deepspeed_cad.schedule.waves import Cut, slice_waves

@@ -15,7 +15,7 @@ import numpy as np
 from deepspeed_cad.cost import PAIRS, CostModel, count_pairs, window_start
 from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
-from deepspeed_cad.planner.alternation import alternate
+from deepspeed_cad.planner.begin import alternate
 from deepspeed_cad.planner.core import Solution
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 
@@ -183,8 +183,11 @@ def _common_finish(problem: PlanInput, work: np.ndarray) -> float:
     return finish
 
 
-def random_problem(seed: int) -> PlanInput:
-    """A question of any kind, the same on every machine: numbers are whole or come from a table."""
+def random_problem(seed: int, part: int | None = None) -> PlanInput:
+    """A question of any kind, the same on every machine: numbers are whole or come from a table.
+
+    `part`: of one of two nano-batches, where the micro-batch can be cut.
+    """
     rng = random.Random(seed)
     ranks, tokens = rng.choice((1, 2, 3, 4, 5, 8, 12)), rng.choice((60, 300, 300, 1024, 4096))
     lengths = [ranks * tokens] if seed % 16 == 5 else []
@@ -219,8 +222,10 @@ def random_problem(seed: int) -> PlanInput:
         hosts = np.array([rng.randrange(3) for _ in range(ranks)]) if seed % 2 else np.arange(ranks) // 2
     if servers and rng.random() < 0.5:
         alternation = alternate(mean * ranks, base, np.ones(ranks), is_server)
+    cut = layout.tokens // 2
+    tick = layout.tick() if part is None or not layout.can_cut(cut) else layout.cut(cut)[part]
     return PlanInput(
-        layout.tick(), shape, cost, window=rng.choice((None, None, None, 1, 64, 700)),
+        tick, shape, cost, window=rng.choice((None, None, None, 1, 64, 700)),
         tolerance=rng.choice((0.0, 0.01, 0.05, 0.2)), granularity=rng.choice((1, 16, 128, 128, 5000)), base_load=base,
         speed=speed, hosts=hosts, waves=rng.choice(((1,), (1, 2), (1, 2, 4, 8))),
         alternation=alternation,

@@ -1,7 +1,9 @@
-"""The answer: what the core found, made into a `Plan`.
+"""The answer: what the core found, made into a `Plan` that is never worse than doing nothing.
 
-In: a question. Out: a plan that is never worse than doing nothing, with loads as finish times, bytes, and a note where
-a bound was not reached.
+Documents on many ranks are left at home, or dealt out by head groups, before ranks are made even (`best_start`): the
+plan that ends first is taken, transfers included; of those that end alike, the one that is lightest on the rank that it
+burdens most. Where documents lie on several ranks something travels in any case, so ranks are made more even than the
+tolerance says.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ import time
 
 import numpy as np
 
-from deepspeed_cad.planner.checks import check_input
-from deepspeed_cad.planner.constants import ROUNDING
-from deepspeed_cad.planner.core import Aim, solve
-from deepspeed_cad.planner.finish import common_finish, finish_best
-from deepspeed_cad.planner.own_rows import split_own_rows
-from deepspeed_cad.planner.plan import Floats, Plan, PlanInput
+from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.constants import BAND, FINER, KEPT, LIGHTER, READ_FROM, ROUNDING, WORTH
+from deepspeed_cad.planner.core import Aim, Solution, link_weights, solve, split_own_rows
+from deepspeed_cad.planner.finish import finish_best, mean_finish
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan, PlanInput
+from deepspeed_cad.planner.question import check_input
 from deepspeed_cad.planner.search import hide_transfers
-from deepspeed_cad.planner.starts import best_start
 
 
 def make_plan(problem: PlanInput) -> Plan:
@@ -49,19 +50,81 @@ def make_plan(problem: PlanInput) -> Plan:
 
 def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
     """Why a rank is out of the tolerance, if one is."""
-    base, speed = problem.floors, problem.speeds
-    finish = float(work.sum() / speed.sum())
-    if problem.base_load is not None:
-        finish = float(common_finish(work.sum(keepdims=True), base, speed)[0])
-    most = np.where(speed > 0, speed * np.maximum(finish * (1.0 + problem.tolerance) - base, 0.0), 0.0)
-    least = np.where(speed > 0, speed * np.maximum(finish * (1.0 - problem.tolerance) - base, 0.0), 0.0)
-    edge = ROUNDING * finish
-    out = np.flatnonzero((work > most + edge) | (work < least - edge))
-    if not len(out):
+    speed, finish = problem.speeds, mean_finish(problem, work)
+    least, most = (
+        np.where(speed > 0, speed * np.maximum(finish * share - problem.floors, 0.0), 0.0)
+        for share in (1.0 - problem.tolerance, 1.0 + problem.tolerance)
+    )
+    beyond = np.maximum(work - most, least - work)
+    out = beyond > ROUNDING * finish
+    if not out.any():
         return ()
-    worst = int(out[np.argmax(np.maximum(work - most, least - work)[out])])
+    worst = int(np.argmax(beyond))
     return (
-        f"{len(out)} of {len(work)} ranks are out of the tolerance of {problem.tolerance:g}: the granularity, or too "
+        f"{out.sum()} of {len(work)} ranks are out of the tolerance of {problem.tolerance:g}: the granularity, or too "
         f"few rows; the farthest is rank {worst} with {work[worst]:.6g} where {least[worst]:.6g} to {most[worst]:.6g} "
         "were wanted",
     )
+
+
+def best_start(problem: PlanInput, at_home: Solution) -> Solution:
+    """`at_home`, the plan that starts there, or a better one.
+
+    Dealing out moves Q and O of most rows, and K and V of a document once over all ranks instead of once to each; where
+    few ranks share a document, or it has few KV heads, home is the better start.
+    """
+    ranks = most_ranks(problem)
+    if ranks < 2:
+        return at_home
+    even = solve(problem, Aim(FINER * problem.tolerance))
+    if ranks < READ_FROM or problem.shape.groups == 1:
+        ends = [float(problem.ends(one.work).max()) for one in (even, at_home)]
+        moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (even, at_home)]
+        # Whether it ends so much sooner as it moves more.
+        return even if 1.0 - ends[0] / ends[1] > WORTH * (moved[0] / moved[1] - 1.0) else at_home
+    plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT), at_home]
+    ends = [end_of(problem, plan) for plan in plans]
+    alike = [plan for plan, end in zip(plans, ends) if end <= min(ends) * (1.0 + BAND * problem.tolerance)]
+    best, least = alike[0], burden(problem, alike[0].flows)
+    for plan in alike[1:]:
+        if (found := burden(problem, plan.flows)) < least * LIGHTER:
+            best, least = plan, found
+    return best
+
+
+def end_of(problem: PlanInput, plan: Solution) -> float:
+    """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
+    load = float(problem.ends(plan.work).max())
+    waits = float(finish_best(problem, plan.work, plan.flows)[0].max()) - load
+    return max(load, mean_finish(problem, plan.work) * (1.0 + BAND * problem.tolerance)) + waits
+
+
+def most_ranks(problem: PlanInput) -> int:
+    """On how many ranks, at the most, a document lies: a quick look at what planner_spread.cpp decides."""
+    return int(problem.tick.query.count_ranks()[1].max(initial=0))
+
+
+def burden(problem: PlanInput, flows: Flows) -> float:
+    """Bytes of one layer: memory that its exchanges hold, and what reaches the rank that most reaches.
+
+    Memory is where things land, as large on every rank as the fullest needs, and what a server makes for others before
+    it goes back. What reaches a rank counts forward and backward, and by its link.
+    """
+    out, back = landing(problem, flows)
+    rows, keys = flows.served
+    made = rows * problem.shape.query_bytes + keys * problem.shape.key_value_bytes
+    weights = np.array(link_weights(problem))
+    # Q, K and V reach a server twice: for the forward and for the backward.
+    reached = flows.bytes[[O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_RECEIVED, QKV_SENT]].sum(0)
+    return float((out + made).max() + back.max() + (weights @ reached).max())
+
+
+def landing(problem: PlanInput, flows: Flows) -> tuple[Ints, Ints]:
+    """Bytes that land at each rank at once: what comes to be run, and what comes back ([ranks] each).
+
+    Backward needs more of both: dO, Q, K and V of all rows that are served, own ones included; dQ, dK and dV.
+    """
+    shape = problem.shape
+    rows, keys = flows.served
+    out = rows * (shape.query_bytes + shape.output_bytes) + keys * shape.key_value_bytes
+    return out, flows.bytes[QKV_SENT].sum(0)

@@ -1,6 +1,5 @@
-"""The core of the planner, csrc/planner*.cpp: what it is asked to reach (`Aim`) and what it finds (`Solution`).
-
-In: a `PlanInput` and an `Aim`. Out: a `Solution`. What the core does is told in `deepspeed_cad.planner`.
+"""The core of the planner, csrc/planner*.cpp: what it is asked to reach (`Aim`), what it finds (`Solution`), and its
+tasks cut where their rows need no other rank (`split_own_rows`). What the core does is told in `deepspeed_cad.planner`.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from deepspeed_cad.layout import Ints, Segments
+from deepspeed_cad.layout import Ints, Segments, Tick
 from deepspeed_cad.native import call
 from deepspeed_cad.planner.constants import BAND, HOST_BORDER, IN_PLACE, READ_FROM
-from deepspeed_cad.planner.plan import Floats, Flows, PlanInput
+from deepspeed_cad.planner.plan import Bools, Floats, Flows, PlanInput
 
 
 class Units(IntEnum):
@@ -53,7 +52,7 @@ class Solution:
 
 
 def solve(problem: PlanInput, aim: Aim) -> Solution:
-    """Make a plan. The question must have passed `checks.check_input`.
+    """Make a plan. The question must have passed `check_input`.
 
     Raises CADError where the library is missing, or no memory is left.
     """
@@ -67,8 +66,11 @@ def solve(problem: PlanInput, aim: Aim) -> Solution:
         [cost.pair, cost.row, cost.key, cost.task, *link_weights(problem), aim.tolerance, aim.level, BAND], np.float64
     )
     ranked = np.concatenate([problem.floors, problem.speeds])
-    host = _hosts_as_they_appear(problem)
-    query, key = _columns(tick.query), _columns(tick.key)
+    hosts = np.zeros(ranks, np.int64) if problem.hosts is None else np.asarray(problem.hosts)
+    # Numbered in the order in which they appear.
+    _, first, which = np.unique(hosts, return_index=True, return_inverse=True)
+    host = np.argsort(np.argsort(first))[which]
+    query, key = (np.stack([one.document, one.begin, one.end, one.rank]) for one in (tick.query, tick.key))
     plan, counts = ctypes.c_void_p(), np.empty(2, np.int64)
     call("cad_planner_solve", sizes, numbers, ranked, host, query, key, ctypes.byref(plan), counts)
     tasks, pairs = np.empty((counts[0], 6), np.int64), np.empty((counts[1], 3), np.int64)
@@ -87,13 +89,43 @@ def link_weights(problem: PlanInput) -> tuple[float, float]:
     return 1.0, 1.0 if between > 0.0 else HOST_BORDER
 
 
-def _hosts_as_they_appear(problem: PlanInput) -> Ints:
-    """[ranks]: number of each rank's host, in the order in which hosts first appear."""
-    if problem.hosts is None:
-        return np.zeros(problem.tick.ranks, np.int64)
-    numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(host, len(numbers)) for host in np.asarray(problem.hosts).tolist()], np.int64)
+def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int) -> Ints:
+    """Cut every task ([n, 6], see Plan.tasks) at both ends of the rows that its server finds at home with all that they
+    read: before them where there is a window, else they begin their document.
+
+    As one task all of them would wait for rows or keys of others, and be copied to where these land.
+    """
+    document, server = tasks[:, 0], tasks[:, 5]
+    query, key = (_segment_of(where, document, np.zeros_like(document), server)[1] for where in (tick.query, tick.key))
+    tasks = _cut(tasks, np.minimum(query, key))
+    if window is None or not len(tasks):
+        return tasks
+    document, server = tasks[:, 0], tasks[:, 5]
+    query, key = (_segment_of(where, document, tasks[:, 2] - 1, server)[0] for where in (tick.query, tick.key))
+    # The first of these rows that reads no key before those at home. The first rows of a document read no others.
+    reads = np.where(key > 0, key + window - 1, 0)
+    at = np.maximum(query, -(-reads // granularity) * granularity)
+    return _cut(tasks, at, (query >= 0) & (key >= 0))
 
 
-def _columns(segments: Segments) -> Ints:
-    return np.stack([segments.document, segments.begin, segments.end, segments.rank])
+def _cut(tasks: Ints, at: Ints, chosen: Bools | bool = True) -> Ints:
+    """Tasks cut at a row of each, where it lies inside; of those that are chosen."""
+    cut = chosen & (tasks[:, 1] < at) & (at < tasks[:, 2])
+    before, behind = tasks.copy(), tasks[cut]
+    before[cut, 2], behind[:, 1] = at[cut], at[cut]
+    both = np.concatenate([before, behind])
+    return both[np.lexsort(both.T[::-1])] if cut.any() else tasks
+
+
+def _segment_of(where: Segments, document: Ints, row: Ints, rank: Ints) -> tuple[Ints, Ints]:
+    """Begin and end of the segment in which `rank` holds a row of a document; −1 where it does not."""
+    where = where.select(np.flatnonzero(where.begin < where.end))
+    if not len(where):
+        return np.full(len(document), -1), np.full(len(document), -1)
+    order = np.lexsort((where.begin, where.document))
+    # Numbers that sort like (document, position): positions are below 2^31.
+    first, wanted = where.document[order] << 32 | where.begin[order], document << 32 | row
+    at = np.searchsorted(first, wanted, side="right") - 1
+    found = order[np.maximum(at, 0)]
+    held = (at >= 0) & (where.document[found] == document) & (row < where.end[found]) & (where.rank[found] == rank)
+    return np.where(held, where.begin[found], -1), np.where(held, where.end[found], -1)

@@ -1,12 +1,8 @@
 """Documents dealt out to ranks before a step, whole or cut, and the order of its micro-batches.
 
-Unpacked training gives each rank some documents, so ranks differ in tokens, and no attention that moves can fill what
-that leaves idle. Token ids travel for nothing. In: the documents of all micro-batches of an optimizer step, what a
-token costs outside attention, what each document's attention costs. Out: a rank and a micro-batch for each document, or
-for each piece of one that is longer than what a rank should have. Pure, the same on every rank; training and the
-forecast ask it alike.
-
-A *row* is one micro-batch of one rank: its token buffer.
+In: the documents of all micro-batches of an optimizer step, and what they cost in attention and outside. Out: a rank
+and a micro-batch for each document, or for each piece of one. Pure, the same on every rank; training and the forecast
+ask it alike. A *row* is one micro-batch of one rank: its token buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -120,11 +115,6 @@ class Costs:
         per_work = np.divide(1.0, self.speed, out=np.zeros(len(self.speed)), where=self.speed > 0)
         alone = before + attention * per_work[:, None]
         return balanced, sum(map(float, alone.max(axis=0)))
-
-    def of(self, document: int, tokens: int, rank: int) -> float:
-        """One document on a rank."""
-        speed = self.speed[rank]
-        return float(self.each[rank] * tokens + (self.work[document] / speed if speed > 0 else 0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,51 +258,45 @@ def _fill(lengths: Sequence[int], shares: Sequence[float], most: int) -> list[tu
 def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
     """Whole documents; None where rows are too full."""
     ranks, micro_batches = step.tokens.shape
-    rank_of, turn_of = np.divmod(np.arange(step.tokens.size), micro_batches)
-    whole = costs.work + step.length * float(costs.each.mean())
-    order = np.argsort(-whole, kind="stable")
-    # Who meets: ranks of a host in a micro-batch. Where a long document makes a micro-batch long, all get more in it.
-    group = turn_of * (int(host.max()) + 1) + host[rank_of]
+    each = float(costs.each.mean())
+    whole = costs.work + step.length * each
     longest = np.sort(step.length)[::-1].astype(np.float64)
-    level = _levels(longest * float(costs.each.mean()), float(whole.sum()), ranks, micro_batches)
-    load = (level[0] - level)[turn_of]
-    size = np.bincount(group)
-    total = np.bincount(group, load)
-    room, empty = np.full(len(load), int(step.tokens.max())), np.ones(len(load), bool)
-    groups = [(total[one] / size[one], one) for one in range(len(size))]
-    members = [[(load[row], row) for row in np.flatnonzero(group == one).tolist()] for one in range(len(size))]
-    for heap in (groups, *members):
-        heapify(heap)
-    rows = np.zeros(len(order), np.int64)
-    empties = len(load)
+    # Where a long document makes a micro-batch long, all get more in it.
+    level = _levels(longest * each, float(whole.sum()), ranks, micro_batches)
+    # Who meets in a micro-batch: [groups, ranks of a host], -1 where a host has fewer.
+    size = np.bincount(host)
+    members = np.full((len(size), size.max()), -1)
+    for one in range(len(size)):
+        members[one, : size[one]] = np.flatnonzero(host == one)
+    turn_of = np.arange(micro_batches).repeat(len(size))
+    members, size = np.tile(members, (micro_batches, 1)), np.tile(size, micro_batches)
+    empty = members >= 0
+    load = np.where(empty, (level[0] - level)[turn_of][:, None], np.inf)
+    total = np.cumsum(np.where(empty, load, 0.0), axis=1)[:, -1]
+    room, empties = np.where(empty, step.tokens.max(), -1), step.tokens.size
+    speed = np.where(costs.speed > 0, costs.speed, np.inf)
+    rank, micro_batch = np.zeros_like(step.length), np.zeros_like(step.length)
+    order = np.argsort(-whole, kind="stable")
     for left, document in zip(range(len(order), 0, -1), order.tolist()):
-        length = int(step.length[document])
-        row = -1
-        if left > empties:
-            # The emptiest row of the emptiest group; what heaps say of others may be out of date.
-            while groups[0][0] != total[groups[0][1]] / size[groups[0][1]]:
-                heappop(groups)
-            heap = members[groups[0][1]]
-            while heap[0][0] != load[heap[0][1]]:
-                heappop(heap)
-            row = heap[0][1] if room[heap[0][1]] >= length else -1
-        if row < 0:
+        length = step.length[document]
+        # The emptiest row of the emptiest group, or of those that have room.
+        at = int(np.argmin(total / size))
+        place = int(np.argmin(load[at]))
+        if left <= empties or room[at, place] < length:
             fits = (room >= length) & (empty if left <= empties else True)
             if not fits.any():
                 return None
-            open_groups = np.bincount(group[fits], minlength=len(size)) > 0
-            fits &= group == np.argmin(np.where(open_groups, total / size, np.inf))
-            row = int(np.argmin(np.where(fits, load, np.inf)))
-        at, mine = group[row], costs.of(document, length, rank_of[row])
-        rows[document] = row
-        load[row] += mine
+            at = int(np.argmin(np.where(fits.any(axis=1), total / size, np.inf)))
+            place = int(np.argmin(np.where(fits[at], load[at], np.inf)))
+        chosen = members[at, place]
+        rank[document], micro_batch[document] = chosen, turn_of[at]
+        mine = costs.each[chosen] * length + costs.work[document] / speed[chosen]
+        load[at, place] += mine
         total[at] += mine
-        room[row] -= length
-        empties -= int(empty[row])
-        empty[row] = False
-        heappush(groups, (total[at] / size[at], at))
-        heappush(members[at], (load[row], row))
-    return step.whole(rank_of[rows], turn_of[rows])
+        room[at, place] -= length
+        empties -= int(empty[at, place])
+        empty[at, place] = False
+    return step.whole(rank, micro_batch)
 
 
 def _levels(floors: Floats, total: float, ranks: int, micro_batches: int) -> Floats:

@@ -1,7 +1,6 @@
 """When each rank is done with a layer, forward and backward, transfers included.
 
 In: a question, the work of each rank and what its plan moves (`Flows`). Out: seconds, or the unit of the cost model.
-
 The model of one pass, for the forward; backward is its mirror and comes after it:
 
     home     Q, K, V out ─┐                          ┌─► O in ─► done
@@ -17,7 +16,7 @@ back. Of n equal parts the first takes its turn at each of the three, and behind
 more. Base load is time beside which transfers and servers go on. Links that several ranks share are to be given as what
 each gets while all use them, which is how they are measured.
 
-Where two ticks take turns beside reserved servers (alternation.py), a server is at the other tick until one arrives, so
+Where two ticks take turns beside reserved servers (begin.py), a server is at the other tick until one arrives, so
 it loses no time by waiting, and what it found may come home later by what trainers have to do in the other tick.
 """
 
@@ -88,6 +87,14 @@ def common_finish(work: Floats, base: Floats, speed: Floats, group: Ints | None 
         done = np.bincount(group, speed * np.maximum(middle[group] - base, 0.0), len(work))
         low, high = np.where(done < work, middle, low), np.where(done < work, high, middle)
     return np.where(speeds > 0.0, high, 0.0)
+
+
+def mean_finish(problem: PlanInput, work: Floats) -> float:
+    """When all work of all ranks is done if they stop together."""
+    if problem.base_load is None:
+        return float(work.sum() / problem.speeds.sum())
+    # Summed in rank order, as a group is.
+    return float(common_finish(np.cumsum(work)[-1:], problem.floors, problem.speeds)[0])
 
 
 def finish_best(problem: PlanInput, work: Floats, flows: Flows) -> tuple[Floats, int]:
@@ -165,7 +172,7 @@ def end_of_pass(
     """
     homes, servers, where, count = routes
     arrive = out.server.max(0)
-    _raise_to(arrive, servers, out.home[where, homes], out.pairs)
+    np.maximum.at(arrive, servers[out.pairs], out.home[where, homes][out.pairs])
     later = (count - 1.0) / count
     first = start + arrive / count + waiting / count
     slower = np.maximum(arrive, waiting)
@@ -177,9 +184,5 @@ def end_of_pass(
     home_at = first[servers] + trip / count[servers] + later[servers] * slowest
     if alternation is not None:
         home_at -= np.where(alternation.servers[servers], alternation.later, 0.0)
-    _raise_to(done, homes, home_at, back.pairs)
+    np.maximum.at(done, homes[back.pairs], home_at[back.pairs])
     return done
-
-
-def _raise_to(values: Floats, at: Ints, least: Floats, chosen: np.ndarray) -> None:
-    np.maximum.at(values, at[chosen], least[chosen])

@@ -1,13 +1,11 @@
-"""The question as a JSON file: what `deepspeed-cad plan` reads, made into a `PlanInput`.
-
-In: a dict of plain numbers and lists. Out: a `PlanInput`, or an error that names the key, the value and what is
-allowed.
-"""
+"""The question: its checks (`check_input`), and its form as a JSON file, which `deepspeed-cad plan` reads."""
 
 from __future__ import annotations
 
 import difflib
 import logging
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,9 @@ import numpy as np
 from deepspeed_cad.config import is_number
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.layout import Ints, Layout
-from deepspeed_cad.planner.checks import check_input
+from deepspeed_cad.layout import Ints, Layout, Segments
 from deepspeed_cad.planner.constants import TRAVELS
-from deepspeed_cad.planner.plan import Bools, Floats, HeadShape, PlanInput
+from deepspeed_cad.planner.plan import Floats, HeadShape, PlanInput
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +46,81 @@ KEYS = {
 }
 
 
+def check_input(problem: PlanInput) -> None:
+    """Raise CADConfigError for a field that no plan could be made with: its name, its value and what is allowed."""
+    for fault in _faults(problem):
+        raise CADConfigError(fault)
+
+
+def _faults(problem: PlanInput) -> Iterator[str]:
+    tick, shape, ranks = problem.tick, problem.shape, problem.tick.ranks
+    if ranks < 1:
+        yield f"a plan needs at least one rank, found {ranks}"
+    if shape.groups < 1 or shape.query_heads < 1 or shape.query_heads % shape.groups:
+        yield (
+            f"{shape.query_heads} query heads cannot be shared by {shape.groups} KV heads: the second must divide the "
+            "first"
+        )
+    for name in ("head_dim", "value_dim", "bytes_per_element"):
+        if getattr(shape, name) < 1:
+            yield f"{name} {getattr(shape, name)}: it must be at least 1"
+    if not (math.isfinite(problem.tolerance) and 0 <= problem.tolerance < 1):
+        yield f"tolerance is {problem.tolerance}; it is a share of the mean, from 0 up to 1"
+    if problem.granularity < 1:
+        yield f"granularity is {problem.granularity}; it is a number of query rows, at least 1"
+    if problem.window is not None and problem.window < 1:
+        yield f"window is {problem.window}; it is a number of tokens, at least 1, or None"
+    for name in ("hosts", "base_load", "speed"):
+        if (given := getattr(problem, name)) is None:
+            continue
+        values = np.asarray(given)
+        if values.shape != (ranks,) or values.dtype.kind not in ("iu" if name == "hosts" else "iuf"):
+            yield (
+                f"{name} has shape {values.shape} and dtype {values.dtype}; it needs one number for each of the "
+                f"{ranks} ranks{', the whole one of its host' * (name == 'hosts')}"
+            )
+        wrong = ~np.isfinite(values) | (values < 0)
+        if name != "hosts" and wrong.any():
+            rank = int(np.argmax(wrong))
+            yield f"{name} of rank {rank} is {values[rank]}; it must be a number of at least 0"
+    if problem.alternation is not None:
+        servers, later = problem.alternation
+        if np.shape(servers) != (ranks,):
+            yield f"alternation.servers has shape {np.shape(servers)}; it needs one value for each of the {ranks} ranks"
+        if not (math.isfinite(later) and later >= 0.0):
+            yield f"alternation.later is {later}; it must be a finite number of at least 0"
+    if len(tick.query) and not (problem.speeds > 0).any():
+        yield "speed is 0 on every rank: at least one rank must be able to run tasks"
+    for name in ("pair", "row", "key", "task", "byte_inside", "byte_between"):
+        value = getattr(problem.cost, name)
+        if not math.isfinite(value) or value < 0:
+            yield f"cost.{name} is {value}; it must be a finite number of at least 0"
+    yield from _faults_of("query", tick.query, ranks)
+    yield from _faults_of("key", tick.key, ranks)
+
+
+def _faults_of(name: str, segments: Segments, ranks: int) -> Iterator[str]:
+    document, rank, begin, end = segments.document, segments.rank, segments.begin, segments.end
+    foreign = rank[(rank < 0) | (rank >= ranks)]
+    if len(foreign):
+        yield f"a {name} segment lies on rank {foreign[0]} of a tick with {ranks} ranks"
+    wrong = (begin < 0) | (end < begin)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        yield f"{name} segment {at} is [{begin[at]}, {end[at]}): not an interval of positions"
+    order = np.lexsort((end, begin, document))
+    same = document[order][1:] == document[order][:-1]
+    overlap = np.flatnonzero(same & (begin[order][1:] < end[order][:-1]))
+    if len(overlap):
+        a, b = order[overlap[0]], order[overlap[0] + 1]
+        yield (
+            f"two {name} segments hold the same rows of document {document[a]}: [{begin[a]}, {end[a]}) on rank "
+            f"{rank[a]} and [{begin[b]}, {end[b]}) on rank {rank[b]}; each row has one home"
+        )
+    if end.max(initial=0) >= 1 << 31:
+        yield f"a document of {end.max()} tokens is longer than the planner counts (2^31)"
+
+
 @dataclass(frozen=True)
 class Question:
     problem: PlanInput
@@ -58,26 +130,33 @@ class Question:
 
 def read_question(fields: Any) -> Question:
     """Make a question of what a JSON file holds. Raises CADConfigError, naming the key."""
+    known = ", ".join(KEYS)
     if not isinstance(fields, dict):
-        raise CADConfigError(f"the input holds a {type(fields).__name__}; expected an object with the keys {_known()}")
-    for key in fields:
-        if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, 1, 0.75)
-            if close:
-                raise CADConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? Known keys: {_known()}")
-            logger.warning("key %r is not known and ignored; known keys: %s", key, _known())
+        raise CADConfigError(f"the input holds a {type(fields).__name__}; expected an object with the keys {known}")
+    for key in fields.keys() - KEYS:
+        close = difflib.get_close_matches(key, KEYS, 1, 0.75)
+        if close:
+            raise CADConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? Known keys: {known}")
+        logger.warning("key %r is not known and ignored; known keys: %s", key, known)
     layout, number = _layout(fields)
-    heads = _integer(fields, "heads")
+    trainers = layout.ranks
+    heads, head_dim = _integer(fields, "heads"), _integer(fields, "head_dim")
     kv_heads = _integer(fields, "kv_heads", heads)
     if heads % kv_heads:
         raise CADConfigError(f"kv_heads is {kv_heads} and heads is {heads}: kv_heads must divide heads")
-    head_dim = _integer(fields, "head_dim")
     value_dim = _integer(fields, "value_head_dim", head_dim)
     shape = HeadShape(heads, kv_heads, head_dim, value_dim, _integer(fields, "bytes_per_element", 2))
-    layout, served = _servers(fields, layout)
-    speed = _numbers(fields, "speeds", layout.ranks, 1.0)
-    if served is not None:
-        speed = np.where(served, np.ones(layout.ranks) if speed is None else speed, 0.0)
+    servers = fields.get("servers", "all")
+    if type(servers) is int and servers >= 0:
+        layout = Layout(trainers + servers, layout.segments, np.pad(layout.tokens, (0, servers)))
+    speed = _numbers(fields, "speeds", layout.ranks, trainers, 1.0)
+    if isinstance(servers, list) and servers and all(type(one) is int and 0 <= one < trainers for one in servers):
+        speed = np.where(np.isin(np.arange(trainers), servers), 1.0 if speed is None else speed, 0.0)
+    elif servers != "all" and not (type(servers) is int and servers >= 0):
+        raise CADConfigError(
+            f'servers is {servers!r}; expected "all", a list of ranks from 0 to {trainers - 1} that run tasks, or a '
+            "number of further ranks that only serve"
+        )
     tolerance = fields.get("tolerance", PlanInput.tolerance)
     if not is_number(tolerance):
         raise CADConfigError(f"tolerance is {tolerance!r}; expected {KEYS['tolerance']}")
@@ -88,7 +167,7 @@ def read_question(fields: Any) -> Question:
         window=None if fields.get("window") is None else _integer(fields, "window"),
         tolerance=float(tolerance),
         granularity=_integer(fields, "granularity", PlanInput.granularity),
-        base_load=_numbers(fields, "base_load", layout.ranks, 0.0),
+        base_load=_numbers(fields, "base_load", layout.ranks, trainers, 0.0),
         speed=speed,
         hosts=_hosts(fields, layout.ranks),
     )
@@ -112,21 +191,6 @@ def _layout(fields: dict[str, Any]) -> tuple[Layout, list[int]]:
             "neither documents (with tokens_per_rank and ranks) nor ranks as one list of lengths for each rank is given"
         )
     return layout, [at for at, length in enumerate(lengths) if length]
-
-
-def _servers(fields: dict[str, Any], layout: Layout) -> tuple[Layout, Bools | None]:
-    """The layout with ranks that only serve, and which ranks run tasks (None: all)."""
-    servers, ranks = fields.get("servers", "all"), layout.ranks
-    if servers == "all":
-        return layout, None
-    if isinstance(servers, list) and servers and all(type(rank) is int and 0 <= rank < ranks for rank in servers):
-        return layout, np.isin(np.arange(ranks), servers)
-    if type(servers) is int and servers >= 0:
-        return Layout(ranks + servers, layout.segments, np.pad(layout.tokens, (0, servers))), None
-    raise CADConfigError(
-        f'servers is {servers!r}; expected "all", a list of ranks from 0 to {ranks - 1} that run tasks, or a '
-        "number of further ranks that only serve"
-    )
 
 
 def read_cost(cost: Any, shape: HeadShape) -> CostModel:
@@ -195,7 +259,7 @@ def with_links(cost: CostModel, inside: float | None, between: float | None) -> 
             f"links have speeds, but the cost of attention is in {cost.unit}: give a profile as cost, which "
             "`deepspeed-cad profile` writes"
         )
-    return replace(cost, **given) if given else cost
+    return replace(cost, **given)
 
 
 def _integer(fields: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -216,20 +280,15 @@ def _lengths(values: Any, where: str) -> list[int]:
     return values
 
 
-def _numbers(fields: dict[str, Any], key: str, ranks: int, fill: float) -> Floats | None:
+def _numbers(fields: dict[str, Any], key: str, ranks: int, trainers: int, fill: float) -> Floats | None:
     """One number per rank; ranks that `servers` added may be left out."""
-    values, servers = fields.get(key), fields.get("servers")
+    values = fields.get(key)
     if values is None:
         return None
-    added = servers if type(servers) is int else 0
-    if not isinstance(values, list) or len(values) not in (ranks, ranks - added):
+    if not isinstance(values, list) or len(values) not in (ranks, trainers):
         found = f"{len(values)} values" if isinstance(values, list) else repr(values)
         raise CADConfigError(f"{key} has {found}; expected a list of {ranks} numbers, one for each rank")
     for rank, value in enumerate(values):
         if not is_number(value):
             raise CADConfigError(f"{key}[{rank}] is {value!r}; expected a number ({KEYS[key]})")
     return np.array([*map(float, values), *[fill] * (ranks - len(values))])
-
-
-def _known() -> str:
-    return ", ".join(KEYS)

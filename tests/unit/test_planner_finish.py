@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from test_planner import SHAPE
 
-from deepspeed_cad.cost import CostModel
+from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import PlanInput, finish
 from deepspeed_cad.planner.constants import UNBOUNDED
-from deepspeed_cad.planner.core import Aim, solve
+from deepspeed_cad.planner.core import Aim, link_weights, solve
 from deepspeed_cad.planner.finish import common_finish, finish_times
 from deepspeed_cad.planner.plan import Flows
 
@@ -145,3 +145,23 @@ def test_all_ranks_stop_together(work: float, end: float) -> None:
 def test_groups_of_ranks_stop_each_by_itself() -> None:
     found = common_finish(np.array([18.0, 7.0, 3.0]), BASE, SPEED, np.array([0, 0, 1, 2]))
     assert found == pytest.approx([10.0, 107.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cost", "weights"),
+    [
+        (None, CostModel(byte_inside=1.0, byte_between=5.0), (1.0, 1.0)),
+        (4, CostModel(byte_inside=1.0, byte_between=5.0), (1.0, 1.0)),
+        (5, PAIRS, (1.0, 1.0)),
+        (2, PAIRS, (1.0, 8.0)),
+        (2, CostModel(byte_inside=2.0, byte_between=5.0), (1.0, 2.5)),
+        (2, CostModel(byte_inside=5.0, byte_between=2.0), (1.0, 1.0)),
+        (2, CostModel(byte_inside=2.0, byte_between=2.0), (1.0, 1.0)),
+        (2, CostModel(byte_inside=2.0), (1.0, 8.0)),
+        (2, CostModel(byte_between=2.0), (1.0, 1.0)),
+    ],
+)
+def test_weights_of_links(nodes: int | None, cost: CostModel, weights: tuple[float, float]) -> None:
+    tick = Layout.from_rank_lengths([[1]] * 4).tick()
+    problem = PlanInput(tick, SHAPE, cost, hosts=None if nodes is None else np.arange(4) // nodes)
+    assert link_weights(problem) == weights

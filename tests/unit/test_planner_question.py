@@ -23,7 +23,6 @@ def test_defaults_are_those_of_the_planner() -> None:
     problem = read_question(LISTS).problem
     for name in ("tolerance", "granularity", "window", "base_load", "speed", "hosts"):
         assert getattr(problem, name) == getattr(PlanInput, name), name
-    assert (problem.tolerance, problem.granularity) == (0.05, 128)
     assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost is PAIRS
 
 
@@ -39,9 +38,6 @@ def test_every_key_reaches_its_field() -> None:
     assert problem.speed is not None and problem.speed.tolist() == [1.0, 2.5, 0.0]
     assert problem.base_load is not None and problem.base_load.tolist() == [0.0, 3.0, 4.0]
     assert read_question({key: value for key, value in LISTS.items() if key != "kv_heads"}).problem.shape.groups == 8
-    lowest = read_question(LISTS | {"window": 1, "granularity": 1, "ranks_per_node": 1, "speeds": [0, 1, 1]}).problem
-    assert (lowest.window, lowest.granularity) == (1, 1)
-    assert lowest.hosts is not None and lowest.hosts.tolist() == [0, 1, 2]
 
 
 def test_documents_in_a_stream() -> None:
@@ -68,14 +64,10 @@ def test_documents_in_a_stream() -> None:
     ],
 )
 def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) -> None:
-    problem = read_question(LISTS | change).problem
+    problem = read_question(LISTS | {"base_load": [1, 2, 3]} | change).problem
+    assert problem.base_load is not None and problem.base_load.tolist() == [1.0, 2.0, 3.0] + [0.0] * (ranks - 3)
     assert problem.tick.ranks == ranks and problem.tick.query_tokens.tolist() == [13, 0, 5] + [0] * (ranks - 3)
     assert (None if problem.speed is None else problem.speed.tolist()) == speed
-
-
-def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
-    problem = read_question(LISTS | {"servers": 1, "base_load": [1, 2, 3]}).problem
-    assert problem.base_load is not None and problem.base_load.tolist() == [1.0, 2.0, 3.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -89,29 +81,20 @@ def test_ranks_that_only_serve_have_no_base_load_and_no_limit() -> None:
         (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
         (STREAM | {"ranks": 0}, "ranks is 0; expected a whole number of at least 1"),
         (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
-        (LISTS | {"bytes_per_element": 0}, "bytes_per_element is 0"),
         (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
-        (LISTS | {"ranks_per_node": 0}, "ranks_per_node is 0"),
-        (
-            LISTS | {"ranks_per_node": [2, 0, 1]},
-            r"ranks_per_node is \[2, 0, 1\]; expected whole numbers above 0: ",
-        ),
+        (LISTS | {"ranks_per_node": [2, 0, 1]}, r"ranks_per_node is \[2, 0, 1\]; expected whole numbers above 0: "),
         (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
         (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 whole numbers"),
-        (LISTS | {"hosts": [0, 1, 1.0]}, r"hosts is \[0, 1, 1.0\]"),
         (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
         (LISTS | {"links": {}}, r"links is \{\}"),
         (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
         (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
         (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
-        (LISTS | {"servers": [3]}, r"servers is \[3\]"),
-        (LISTS | {"servers": True}, "servers is True"),
         (LISTS | {"speeds": [1, 2]}, "speeds has 2 values; expected a list of 3"),
         (LISTS | {"servers": 2, "speeds": [1, 2, 3, 4]}, "speeds has 4 values; expected a list of 5"),
         (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True; expected a number \(relative speed"),
         (LISTS | {"base_load": [1, -2, 1]}, "base_load of rank 1 is -2.0; it must be a number of at least 0"),
         (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
-        (LISTS | {"cost": "none.json"}, "cost is 'none.json'"),
         (LISTS | {"widow": 5}, "unknown key 'widow': did you mean 'window'"),
     ],
 )
@@ -136,7 +119,7 @@ def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
 
 def test_links_are_speeds_for_each_byte_there_and_back() -> None:
     measured = CostModel("x", "seconds", byte_inside=1.0, byte_between=2.0)
-    assert with_links(measured, None, None) is measured and with_links(PAIRS, None, None) is PAIRS
+    assert with_links(measured, None, None) == measured and with_links(PAIRS, None, None) == PAIRS
     found = with_links(measured, 4.0, None)
     assert (found.byte_inside, found.byte_between) == (pytest.approx(0.5e-9), 2.0)
     assert with_links(measured, None, 8.0).byte_between == pytest.approx(0.25e-9)

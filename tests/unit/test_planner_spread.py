@@ -15,13 +15,12 @@ from test_planner_search import BIG, H200
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout, Segments, Tick
-from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan, starts
+from deepspeed_cad.planner import HeadShape, Plan, PlanInput, answer, make_plan
+from deepspeed_cad.planner.answer import burden, landing
 from deepspeed_cad.planner.constants import FINER
-from deepspeed_cad.planner.core import Aim, Solution, solve
-from deepspeed_cad.planner.own_rows import split_own_rows
+from deepspeed_cad.planner.core import Aim, Solution, solve, split_own_rows
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.planner.starts import burden, landing
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
 
 MILLION = 1 << 20
@@ -147,7 +146,7 @@ def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, 
 def test_over_hosts_only_where_it_pays(between: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ask([MILLION], 8, MILLION // 8, hosts=np.arange(8) // 4, cost=with_links(H200, 362.0, between))
     plan = make_plan(problem)
-    monkeypatch.setattr(starts, "solve", lambda asked, aim: solve(asked, dataclasses.replace(aim, kept=-1)))
+    monkeypatch.setattr(answer, "solve", lambda asked, aim: solve(asked, dataclasses.replace(aim, kept=-1)))
     only_home = make_plan(problem)
     assert plan.finish.max() <= only_home.finish.max() * (1 + 0.5 * TOLERANCE)
 

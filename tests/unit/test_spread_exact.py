@@ -11,8 +11,7 @@ from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.planner import HeadShape, PlanInput
-from deepspeed_cad.planner.core import Aim, solve
-from deepspeed_cad.planner.own_rows import split_own_rows
+from deepspeed_cad.planner.core import Aim, solve, split_own_rows
 
 LAYOUTS = {
     "two": Layout.from_stream([200], 2, 100),

@@ -7,7 +7,7 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.cut import LINEAR_PAIRS, SMALLEST_SHARE, PlanLayers, choose_cut, choose_interleaved_cut
 
 LONG = 65536
 PAIR = CostModel(unit="seconds", pair=1e-12)
@@ -95,3 +95,39 @@ def test_nano_batches_have_equal_work(row: list[int]) -> None:
     assert abs(first / total - 0.5) < 0.015
     if max(row) == 512:
         assert at[0] == sum(row) // 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "unit", "cut"),
+    [
+        ([[64, 64], [64, 64]], 1, [64, 64]),
+        # Rounded to whole sequences where a batch has several, to 128 rows where there are many.
+        ([[64] * 3, [64] * 3], 64, [128, 128]),
+        ([[2048, 2048], [64, 64]], 1, [2048, 64]),
+        ([[2000, 2000], [500, 500]], 1, [2048, 500]),
+        ([[65536], [65536]], 1, [41984, 41984]),
+        ([[65536]], 1, None),
+        ([[], []], 1, None),
+        ([[100], [100]], 100, None),
+    ],
+)
+def test_where_a_micro_batch_is_cut(lengths: list[list[int]], unit: int, cut: list[int] | None) -> None:
+    layout = Layout.from_rank_lengths(lengths)
+    found = choose_cut(layout, np.full(layout.ranks, unit))
+    assert (None if found is None else found.tolist()) == cut
+
+
+@pytest.mark.parametrize(
+    ("lengths", "unit", "cut"),
+    [
+        ([100, 100], [80, 80], [80, 80]),
+        ([100, 100], [81, 81], None),
+        ([60, 40], [61, 1], [0, 30]),
+        ([60, 22], [61, 1], None),
+    ],
+)
+def test_a_part_that_is_too_small_is_not_cut_off(lengths: list[int], unit: list[int], cut: list[int] | None) -> None:
+    """Each part has a fifth of all tokens or more, also where whole sequences leave no other choice."""
+    found = choose_cut(Layout.from_rank_lengths([[length] for length in lengths]), np.array(unit))
+    assert (None if found is None else found.tolist()) == cut
+    assert cut is None or SMALLEST_SHARE <= sum(cut) / sum(lengths) <= 1 - SMALLEST_SHARE
