@@ -34,8 +34,7 @@ from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.begin import alternate
-from deepspeed_cad.planner.begin import begin_in_place
+from deepspeed_cad.planner.begin import alternate, begin_in_place
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.deal import Costs

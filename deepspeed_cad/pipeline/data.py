@@ -24,14 +24,9 @@ LOADERS = 8
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    inputs: Any
-    labels: Any
+    pair: tuple[Any, Any]
+    """Inputs and labels, as DeepSpeed loads them."""
     documents: LocalSegments
-
-    @property
-    def pair(self) -> tuple[Any, Any]:
-        """As DeepSpeed loads it."""
-        return self.inputs, self.labels
 
 
 def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
@@ -57,7 +52,7 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
             f"a document of a micro-batch starts at position {int(local.begin.max())}: in a pipeline every "
             "micro-batch holds whole documents"
         )
-    return Loaded(inputs, labels, local)
+    return Loaded((inputs, labels), local)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -79,23 +74,20 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 def _given(inputs: Any) -> dict[str, Any]:
     """The inputs by the names of transformers."""
-    if isinstance(inputs, torch.Tensor):
-        return {"input_ids": inputs}
-    if isinstance(inputs, tuple | list) and inputs and all(isinstance(x, torch.Tensor) for x in inputs):
-        ids, *rest = inputs
-        if not rest:
-            return {"input_ids": ids}
-        positions = rest[0]
-        if positions.shape == ids.shape and not positions.is_floating_point() and positions.dtype != torch.bool:
-            return {"input_ids": ids, "position_ids": positions}
+    tensors: Any = inputs if isinstance(inputs, tuple | list) else [inputs]
+    if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
         raise CADDataError(
-            f"the second input of the pipeline has shape {tuple(positions.shape)} and type {positions.dtype}; expected "
+            f"the inputs of the pipeline are a {type(inputs).__name__}; expected token ids, or a tuple of token ids "
+            "and position ids"
+        )
+    given = dict(zip(("input_ids", "position_ids"), tensors))
+    ids, *more = given.values()
+    if more and (more[0].shape != ids.shape or more[0].is_floating_point() or more[0].dtype == torch.bool):
+        raise CADDataError(
+            f"the second input of the pipeline has shape {tuple(more[0].shape)} and type {more[0].dtype}; expected "
             f"position ids: whole numbers of shape {tuple(ids.shape)}, like the token ids before them"
         )
-    raise CADDataError(
-        f"the inputs of the pipeline are a {type(inputs).__name__}; expected token ids, or a tuple of token ids and "
-        "position ids"
-    )
+    return given
 
 
 def _check_labels(labels: Any) -> None:
@@ -131,14 +123,12 @@ class Reader:
         return list(ahead)[:count]
 
     def drop(self, iterator: Iterator[Any] | None, count: int) -> None:
-        ahead = self._of(iterator)
         for _ in range(count):
-            ahead.popleft()
+            self._of(iterator).popleft()
 
     def _of(self, iterator: Any) -> deque[Loaded]:
-        for known, ahead in self._ahead:
-            if known is iterator:
-                return ahead
-        ahead = deque()
-        self._ahead.append((iterator, ahead))
-        return ahead
+        found = next((ahead for known, ahead in self._ahead if known is iterator), None)
+        if found is None:
+            found = deque()
+            self._ahead.append((iterator, found))
+        return found

@@ -84,7 +84,7 @@ class Phase:
                 f"{label} is attention layer {layer} (counted from 0) of this stage, which had {len(self.own)} when "
                 "its layers were first run. A stage must run the same layers in every micro-batch"
             )
-        position = self._position(self.own[layer])
+        position = self._at(self.own[layer])
         if position < self.done:
             raise CADError(
                 f"{label} runs {'backward' if self.backward else 'forward'} when its turn is over. A stage must run "
@@ -104,12 +104,13 @@ class Phase:
             )
         self._serve_until(len(self.program))
 
-    def _position(self, tick: int) -> int:
+    def _at(self, tick: int) -> int:
+        """Its place in this phase; and the tick at a place."""
         return len(self.program) - 1 - tick if self.backward else tick
 
     def _serve_until(self, position: int) -> None:
         while self.done < position:
-            tick = self._position(self.done)
+            tick = self._at(self.done)
             self.done += 1
             serve_tick(self.setup(tick, "serving"), self.program[tick].kind, self.backward)
 
@@ -118,40 +119,38 @@ class Phase:
 class StageMicroBatch:
     """A micro-batch on its way through one stage, from its forward to the end of its backward."""
 
-    forward: Phase | None = None
-    backward: Phase | None = None
-    _calls: dict[Hashable, TickCall] = field(default_factory=dict)
+    phase: Phase | None = None
+    """That which runs; None between them."""
+    calls: dict[Hashable, TickCall] = field(default_factory=dict)
     """By attention module."""
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [T, H, V] of one layer."""
+        """O [T, H, V] of one layer; one that is recomputed in the backward gets its call of the forward."""
         rows = layer.rows()
-        return self._call(layer, rows)(*rows, layer.sinks_H)
+        call, label = self.calls.get(layer.layer), layer.label
+        forward = self.phase is not None and not self.phase.backward
+        if call is not None and forward:
+            raise CADError(
+                f"{label} was called twice in one forward. Layers that share an attention module are not supported"
+            )
+        if call is None:
+            if self.phase is None or not forward:
+                raise CADError(f"{label} ran in a backward, but not in the forward before it")
+            call = self.calls[layer.layer] = self._new_call(self.phase, layer.kind(rows), rows, label)
+        return call(*rows, layer.sinks_H)
 
-    def _call(self, layer: LayerInput, given: Rows) -> TickCall:
-        """A new call in a forward, and the same one where a layer is recomputed in the backward."""
-        known, phase, label = self._calls.get(layer.layer), self.forward, layer.label
-        if known is not None:
-            if phase is not None:
-                raise CADError(
-                    f"{label} was called twice in one forward. Layers that share an attention module are not supported"
-                )
-            return known
-        if phase is None:
-            raise CADError(f"{label} ran in a backward, but not in the forward before it")
-        number = len(self._calls)
+    def _new_call(self, phase: Phase, kind: LayerKind, given: Rows, label: str) -> TickCall:
+        number = len(self.calls)
         setup = phase.enter(number, label)
-        kind, expected = layer.kind(given), phase.program[phase.own[number]].kind
+        expected, rows = phase.program[phase.own[number]].kind, setup.schedule.query_tokens
         if kind != expected:
             raise CADError(f"{label} has {kind}, but had {expected} when its layers were first run")
-        rows = setup.schedule.query_tokens
         if given.q_THD.shape[0] != rows:
             raise CADError(f"{label} got {given.q_THD.shape[0]} tokens where its micro-batch has {rows}")
 
         def backward() -> CallSetup:
-            if self.backward is None:
+            if self.phase is None or not self.phase.backward:
                 raise CADError(f"{label}: its backward runs outside of that of its micro-batch")
-            return self.backward.enter(number, label)
+            return self.phase.enter(number, label)
 
-        call = self._calls[layer.layer] = TickCall(setup, backward)
-        return call
+        return TickCall(setup, backward)

@@ -1,43 +1,116 @@
-"""A pipeline's step ahead: from the documents of all its micro-batches to a plan for every tick.
+"""A pipeline's step ahead: what all ranks tell each other of it, and a plan for every tick.
 
-In: what the first stage of every replica is about to train, and the program of ticks. Out: `PlannedPhase`s, in the
-order in which they run; made on the look-ahead thread, each while those before it run. A forward tick and a backward
-tick hold segments of different micro-batches, so each has a plan of its own. Everything is pure, so all ranks make the
-same.
+In: this rank's layers, what it is about to train, and the program of ticks. Out: layers and documents of all, the same
+on every rank or one error on all of them; and `PlannedPhase`s, in the order in which they run. All of it is made on the
+look-ahead thread, each phase while those before it run. A forward tick and a backward tick hold segments of different
+micro-batches, so each has a plan of its own.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
-from deepspeed_cad.ahead.gather import Subject, What
+import numpy as np
+import torch
+
+from deepspeed_cad.ahead.announced import compare
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import Gatherer, State, Subject, What
 from deepspeed_cad.ahead.plan import Plans
+from deepspeed_cad.ahead.step_message import StepMessage
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.feedback.link_speeds import Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT
-from deepspeed_cad.kernels.interface import Kernel
+from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
+from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.pipeline.phase import ProgramTick
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.plan import Plan, PlanInput
+from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 
 BACKWARD_PAIRS = 5 / 7
 """Share of the matrix products of a query-key pair that backward has."""
+
+
+Documents = list[list[LocalSegments]]
+"""[replica][micro-batch]"""
 
 
 @dataclass(frozen=True)
 class Place:
     stage: int
     replica: int
+
+
+def gather_layers(gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LayerKind]) -> list[list[LayerKind]]:
+    """The attention layers of every stage. Raises CADUnsupportedError where there are none, or replicas differ."""
+    rows = [[*astuple(shape), *astuple(rule), str(dtype).removeprefix("torch.")] for shape, rule, dtype in mine]
+    message = np.frombuffer(json.dumps(rows).encode(), np.uint8).astype(np.int64)
+    said = gatherer.gather(Subject(What.LAYERS, index=1), message)
+    stages: dict[int, list[list]] = {}
+    for rank, place in zip(gatherer.shares.members, places, strict=True):
+        rows = json.loads(said[rank].payload.astype(np.uint8).tobytes())
+        if stages.setdefault(place.stage, rows) != rows:
+            raise CADUnsupportedError(
+                f"stage {place.stage} has other attention layers on rank {rank} (replica {place.replica}) than on "
+                "replica 0: build the same PipelineModule on all ranks"
+            )
+    if not any(stages.values()):
+        raise CADUnsupportedError(
+            "no stage of the pipeline ran attention that CAD can move: its layers need attention modules of "
+            "transformers (deepspeed_cad.to_pipeline makes a pipeline of a model)"
+        )
+    return [
+        [LayerKind(HeadShape(*row[:5]), MaskRule(*row[5:8]), getattr(torch, row[8])) for row in stages[stage]]
+        for stage in sorted(stages)
+    ]
+
+
+def gather_documents(
+    gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LocalSegments] | None, step: int, count: int
+) -> Documents | None:
+    """Documents of every replica's micro-batches; None where some loader ended before it had `count` of them.
+
+    `mine`: of this rank's micro-batches; empty on a stage that loads nothing, None where its loader ended.
+    Raises CADDataError where ranks of a replica, or its first and its last stage, load different micro-batches.
+    """
+    message = StepMessage([Announcement(one) for one in mine or []]).to_array()
+    state = State.ENDED if mine is None else State.GOING
+    said = gatherer.gather(Subject(What.STEP, index=step), message, state=state)
+    if any(one.state == State.ENDED for one in said):
+        return None
+    given = [StepMessage.from_array(one.payload).micro_batches for one in said]
+    for ranks in gatherer.shares.replicas.tolist():
+        counts = [len(given[rank]) for rank in ranks]
+        if len(set(counts)) > 1:
+            raise CADDataError(f"{name_ranks(ranks)} divide the heads of a stage, but load {counts} micro-batches")
+        for same in zip(*(given[rank] for rank in ranks)):
+            compare(same, ranks)
+    at = {place: [one.local for one in given[rank]] for place, rank in zip(places, gatherer.shares.members)}
+    last = max(place.stage for place in places)
+    documents = [at[place] for place in sorted(at, key=lambda place: place.replica) if place.stage == 0]
+    for replica, own in enumerate(documents):
+        for m, (first, other) in enumerate(zip(own, at[Place(last, replica)])):
+            if not first.same_as(other):
+                raise CADDataError(
+                    f"micro-batch {m} of replica {replica} has {first.tokens} tokens in {len(first.begin)} documents "
+                    f"on the first stage and {other.tokens} in {len(other.begin)} on the last: both must read the same "
+                    "data in the same order. Give all ranks of a replica the same loader and the same seed"
+                )
+    if any(len(one) != count for one in documents):
+        raise CADDataError(
+            f"replicas have {[len(one) for one in documents]} micro-batches in this step; expected {count} of each"
+        )
+    return documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +122,6 @@ class PlannedPhase:
     """By the stages that take part in a tick."""
     counted: MicroBatch
     """All plans of the phase, for statistics."""
-
-    def setup(self, number: int, tick: ProgramTick, kernel: Kernel, modes: Modes, label: str) -> CallSetup:
-        """This rank's call in one tick: the `number`th of the program."""
-        part = self.parts[tick.stages]
-        schedule = part.schedule(key_of(tick.kind), 0)
-        return CallSetup(
-            schedule, kernel, part.transport, tick.kind.rule, modes, part.counts,
-            label=label, aside=part.aside if schedule.beside else None, turn=self.turn, layer=number,
-        )  # fmt: skip
 
 
 def key_of(kind: LayerKind) -> PlanKey:
@@ -91,10 +155,6 @@ def phase_layout(
         return LocalSegments.none(0) if micro_batch is None else documents[place.replica][micro_batch]
 
     return assemble([of(place) for place in places])
-
-
-Documents = list[list[LocalSegments]]
-"""[replica][micro-batch]"""
 
 
 class StepPlans:
@@ -155,18 +215,22 @@ class StepPlans:
         self.plans.warn_of_links()
         if given is None:
             return False
-        kinds = list(dict.fromkeys(key_of(tick.kind) for tick in self.program))
-        if self.plans.config.documents == "in_order":
-            self.order = [list(range(len(own))) for own in given]
-        else:
-            costs = [(self.plans.cost.cost_for(kind.shape), kind) for kind in kinds]
-            work = [
-                [sum(float(cost.of(one.begin, one.end, kind.window).sum()) * kind.shape.groups for cost, kind in costs)
-                 for one in own] for own in given
-            ]  # fmt: skip
-            self.order = order_micro_batches(work)
+        costs = [(self.plans.cost.cost_for(kind.shape), kind) for kind in self._kinds()]
+
+        def work(one: LocalSegments) -> float:
+            return sum(
+                float(cost.of(one.begin, one.end, kind.window).sum()) * kind.shape.groups for cost, kind in costs
+            )
+
+        self.order = [list(range(len(own))) for own in given]
+        if self.plans.config.documents != "in_order":
+            self.order = order_micro_batches([[work(one) for one in own] for own in given])
         self._documents = [[own[m] for m in order] for own, order in zip(given, self.order, strict=True)]
         return True
+
+    def _kinds(self, stages: tuple[int, ...] | None = None) -> list[PlanKey]:
+        """Of layers in ticks of these stages; None: in any."""
+        return list(dict.fromkeys(key_of(tick.kind) for tick in self.program if stages in (None, tick.stages)))
 
     def _agree(self, step: int) -> None:
         if self._documents is not None:
@@ -185,11 +249,10 @@ class StepPlans:
                 partial(self._plan_tick, backward), self._remember, plans.crew.transport, plans.counts,
                 aside=plans.aside, turn=turn, memory=plans.exchange_memory(self._limit, rows_of_ticks),
             )  # fmt: skip
-            part.plan_all(list(dict.fromkeys(key_of(tick.kind) for tick in self.program if tick.stages == stages)))
+            part.plan_all(self._kinds(stages))
             parts[stages] = part
-        plans_of = [{(key, i): one for (key, _), one in part.planned.items()} for i, part in enumerate(parts.values())]
-        counted = replace(next(iter(parts.values())), planned={k: v for one in plans_of for k, v in one.items()})
-        return PlannedPhase(turn, parts, counted)
+        every = {(key, i): one for i, part in enumerate(parts.values()) for (key, _), one in part.planned.items()}
+        return PlannedPhase(turn, parts, replace(next(iter(parts.values())), planned=every))
 
     def _plan_tick(self, backward: bool, tick: Tick, key: PlanKey) -> Plan:
         plans, links = self.plans, self._links

@@ -30,19 +30,20 @@ class Rounds:
 
     def forward(self, round_: int, stage: int) -> int | None:
         """The micro-batch that a stage runs forward in a round."""
-        return self._micro_batch(round_ - stage)
+        begun = round_ - stage
+        return begun if 0 <= begun < self.micro_batches else None
 
     def backward(self, round_: int, stage: int) -> int | None:
         """The micro-batch that a stage runs backward in a round."""
-        return self._micro_batch(round_ - 2 * (self.stages - 1) + stage)
+        return self.forward(round_ - 2 * (self.stages - 1) + stage, 0)
 
     def has_forward(self, round_: int) -> bool:
         """Whether any stage runs forward in a round: only then there is a forward tick."""
-        return any(self.forward(round_, stage) is not None for stage in range(self.stages))
+        return round_ < self.micro_batches + self.stages - 1
 
     def has_backward(self, round_: int) -> bool:
         """Whether any stage runs backward in a round."""
-        return any(self.backward(round_, stage) is not None for stage in range(self.stages))
+        return round_ >= self.stages - 1
 
     def in_flight(self, stage: int) -> int:
         """Most micro-batches whose activations a stage holds at a time."""
@@ -55,10 +56,6 @@ class Rounds:
         just ran backward, which lies in its input's buffer, has been sent.
         """
         return max(2, min(self.in_flight(stage) + 1, self.micro_batches))
-
-    def _micro_batch(self, begun: int) -> int | None:
-        """The one that the first stage ran forward in a round, if any."""
-        return begun if 0 <= begun < self.micro_batches else None
 
 
 def order_micro_batches(work: Sequence[Sequence[float]]) -> list[list[int]]:

@@ -1,13 +1,13 @@
 """CAD on DeepSpeed's PipelineEngine: lockstep rounds in which attention of all stages and replicas is one pool.
 
-In: an engine whose stages attend through transformers' interface. Out: the same engine; `train_batch` runs CAD's
-schedule (pipeline_schedule.py), `eval_batch` DeepSpeed's own with attention of each rank alone. What runs on this rank
-at a moment is one instruction of one micro-batch, kept in `PipelineBinding.running`; the layers' attention finds it
-there, also where autograd runs a checkpointed layer again on a thread of its own.
+`train_batch` runs CAD's schedule, `eval_batch` DeepSpeed's own with attention of each rank alone. What runs on this
+rank at a moment is one instruction of one micro-batch, kept in `PipelineBinding.running`; the layers' attention finds
+it there, also where autograd runs a checkpointed layer again on a thread of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_cad.ahead.gather import Subject, What
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.setup import CallSetup, Modes
@@ -24,9 +25,16 @@ from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.pipeline.data import Loaded, Reader
-from deepspeed_cad.pipeline.gather import all_are_ready, any_stage_has, gather_documents, gather_layers
 from deepspeed_cad.pipeline.phase import Phase, ProgramTick, StageMicroBatch, merge_stages
-from deepspeed_cad.pipeline.plans import Documents, Place, PlannedPhase, StepPlans
+from deepspeed_cad.pipeline.plans import (
+    Documents,
+    Place,
+    PlannedPhase,
+    StepPlans,
+    gather_documents,
+    gather_layers,
+    key_of,
+)
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.session import Session
 
@@ -66,28 +74,28 @@ class PipelineBinding:
         """Micro-batches of the step that runs, in the order of training."""
         self._in_flight: dict[int, StageMicroBatch] = {}
         self._plans: StepPlans | None = None
-        self._seen: list[LayerKind] = []
-        """Layers of the last such forward."""
         self._alone: deque[LocalSegments] = deque()
         """Documents of the forwards to come in which this rank attends alone."""
+        self._seen: list[LayerKind] = []
+        """Layers of the last such forward."""
         self._next: tuple[list[Loaded], StepPlans] | None = None
         """The step after the one that runs: what this rank loads of it, and its plans."""
-        self._steps = 0
+        self._steps = itertools.count(1)
         self._check: ForwardCheck | None = None
         """Of the forward that runs, where it is checked."""
-        self._forwards = 0
-        """Training forwards of this stage so far."""
+        self._forwards = itertools.count()
+        """Training forwards of this stage."""
 
     def check_modules(self, attention: int, recurrent: int) -> None:
         """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch, or one has
         a layer that carries state. In: how many of each this stage has."""
-        gatherer, worker = self.session.gatherer, self.session.worker
-        if not worker.run(lambda: any_stage_has(gatherer, attention)):
+        gatherer, run = self.session.gatherer, self.session.worker.run
+        if not any(run(lambda: gatherer.numbers(attention, Subject(What.LAYERS)))):
             raise CADUnsupportedError(
                 "no stage of the pipeline has an attention module of transformers, through which CAD takes over "
                 "attention: build its layers of them (deepspeed_cad.to_pipeline does), or train without CAD"
             )
-        if worker.run(lambda: any_stage_has(gatherer, recurrent)):
+        if any(run(lambda: gatherer.numbers(recurrent, Subject(What.LAYERS)))):
             raise CADUnsupportedError(
                 "the pipeline has layers that carry state from token to token (delta nets, Mamba, short convolutions). "
                 "Stages are not told where documents begin, so state would leak from one document of a row to the "
@@ -112,16 +120,13 @@ class PipelineBinding:
             self.program = self._look_at_layers(look, count)
         mine = self._peek(count)
         ahead, self._next = self._next, None
-        if ahead is None or not self._is_next(ahead, mine, rounds):
+        if ahead is None or not self._is_next(*ahead, mine, rounds):
             ahead = self._plan_step(self.program, mine, rounds)
         loaded, plans = ahead
         if not plans.known:
             raise StopIteration("a loader of the pipeline ended within this step")
-        self._plans = plans
-        order = plans.order[self.place.replica]
-        self._loaded = deque(loaded[m] for m in order) if loaded else deque()
-        if self._loads:
-            self._reader.drop(self.engine.data_iterator, count)
+        self._plans, order = plans, plans.order[self.place.replica]
+        self._load([loaded[m] for m in order] if loaded else [], count)
 
     def end_step(self) -> None:
         """After a step. Raises CADPeerError where ranks made different plans."""
@@ -134,13 +139,8 @@ class PipelineBinding:
         """Before an evaluation: every stage learns the documents that it will attend alone."""
         self._refuse_abandoned()
         mine = self._peek(count, has_loss=False)
-        documents = self._gather(mine, count)
-        if documents is None:
-            raise StopIteration("a loader of the pipeline ended within this evaluation")
-        self._loaded = deque(mine or [])
-        if self._loads:
-            self._reader.drop(self.engine.data_iterator, count)
-        self._alone = deque(documents[self.place.replica])
+        self._alone = deque(self._gather(mine, count, "this evaluation"))
+        self._load(mine or [], count)
 
     def stop(self, error: BaseException) -> None:
         """A step ended with an exception: this rank's part of its exchanges is missing, so tell those that wait."""
@@ -176,10 +176,10 @@ class PipelineBinding:
             if not backward:
                 self._in_flight[micro_batch] = StageMicroBatch()
             running = self.running = self._in_flight[micro_batch]
-            running.forward, running.backward = (None, phase) if backward else (phase, None)
+            running.phase = phase
             self._check = None if backward else self._open_check(planned, own)
             work()
-            running.forward = running.backward = self.running = self._check = None
+            running.phase = self.running = self._check = None
             if backward:
                 del self._in_flight[micro_batch]
         phase.finish()
@@ -213,16 +213,21 @@ class PipelineBinding:
 
     def _open_check(self, planned: PlannedPhase, own: list[int]) -> ForwardCheck | None:
         """The check of the model's own masks in a forward that begins; None where none is wanted or due."""
-        number, self._forwards = self._forwards, self._forwards + 1
+        number = next(self._forwards)
         if self.session.config.check != "sampled" or not own or self.program is None or not is_due(number):
             return None
         return ForwardCheck(planned.parts[self.program[own[0]].stages].local(), number)
 
     def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
-        session = self.session
-        kernel = session.kernel(kernel_need(program[tick].kind, session.device))
-        modes = Modes(local_first=session.config.overlap != "none", parking=session.parking)
-        return planned.setup(tick, program[tick], kernel, modes, label)
+        """This rank's call in one tick of a phase."""
+        session, kind = self.session, program[tick].kind
+        part = planned.parts[program[tick].stages]
+        schedule = part.schedule(key_of(kind), 0)
+        return CallSetup(
+            schedule, session.kernel(kernel_need(kind, session.device)), part.transport, kind.rule,
+            Modes(local_first=session.config.overlap != "none", parking=session.parking), part.counts,
+            label=label, aside=part.aside if schedule.beside else None, turn=planned.turn, layer=tick,
+        )  # fmt: skip
 
     @property
     def _loads(self) -> bool:
@@ -242,44 +247,49 @@ class PipelineBinding:
         except CADError as error:
             self.feed.fail(error)
 
-    def _is_next(self, ahead: tuple[list[Loaded], StepPlans], mine: list[Loaded] | None, rounds: Rounds) -> bool:
+    def _load(self, loaded: list[Loaded], count: int) -> None:
+        """Take micro-batches that were read ahead as those of the step that begins."""
+        self._loaded = deque(loaded)
+        if self._loads:
+            self._reader.drop(self.engine.data_iterator, count)
+
+    def _is_next(self, loaded: list[Loaded], plans: StepPlans, mine: list[Loaded] | None, rounds: Rounds) -> bool:
         """Whether the step that was planned ahead is the one that every rank trains now: a script may have given
         another loader, or evaluated on this one."""
-        loaded, plans = ahead
         same = mine is not None and len(mine) == len(loaded) and all(a is b for a, b in zip(mine, loaded))
-        ready = same and plans.rounds == rounds
-        self._steps += 1
-        step, worker, gatherer = self._steps, self.session.worker, self.session.gatherer
+        subject, ready = Subject(What.LOADER, index=next(self._steps)), same and plans.rounds == rounds
+        worker, gatherer = self.session.worker, self.session.gatherer
         worker.trains_here()
-        return worker.run(lambda: all_are_ready(gatherer, ready, step)) and plans.known
+        said = worker.run(lambda: gatherer.gather(subject, value=int(ready)))
+        return all(one.value for one in said) and plans.known
 
-    def _gather(self, mine: list[Loaded] | None, count: int) -> Documents | None:
-        self._steps += 1
-        step, worker = self._steps, self.session.worker
+    def _gathering(self, mine: list[Loaded] | None, count: int, step: int) -> Callable[[], Documents | None]:
+        """The job that learns the documents of a step of all replicas."""
         documents = None if mine is None else [one.documents for one in mine]
-        worker.trains_here()
-        return worker.run(lambda: gather_documents(self.session.gatherer, self.places, documents, step, count))
+        return partial(gather_documents, self.session.gatherer, self.places, documents, step, count)
+
+    def _gather(self, mine: list[Loaded] | None, count: int, what: str) -> list[LocalSegments]:
+        """Documents of this rank's replica, now. Raises StopIteration where data ended."""
+        self.session.worker.trains_here()
+        documents = self.session.worker.run(self._gathering(mine, count, next(self._steps)))
+        if documents is None:
+            raise StopIteration(f"a loader of the pipeline ended within {what}")
+        return documents[self.place.replica]
 
     def _plan_step(
         self, program: tuple[ProgramTick, ...], mine: list[Loaded] | None, rounds: Rounds
     ) -> tuple[list[Loaded], StepPlans]:
-        self._steps += 1
-        documents = None if mine is None else [one.documents for one in mine]
-        gather = partial(
-            gather_documents, self.session.gatherer, self.places, documents, self._steps, rounds.micro_batches
-        )
-        return mine or [], StepPlans(self.session.plans, self.places, program, gather, rounds, self._steps)
+        step = next(self._steps)
+        gather = self._gathering(mine, rounds.micro_batches, step)
+        return mine or [], StepPlans(self.session.plans, self.places, program, gather, rounds, step)
 
     def _look_at_layers(self, look: Callable[[], None], count: int) -> tuple[ProgramTick, ...]:
         mine = self._peek(count)
-        documents = self._gather(mine, count)
-        if documents is None:
-            raise StopIteration("a loader of the pipeline ended within the first step")
-        self._loaded = deque(mine or [])
-        self._alone, self._seen = deque([documents[self.place.replica][0]]), []
+        first, *_ = self._gather(mine, count, "the first step")
+        self._loaded, self._alone, self._seen = deque(mine or []), deque([first]), []
         look()
         seen, gatherer = self._seen, self.session.gatherer
-        layers = self.session.worker.run(lambda: gather_layers(gatherer, self.places, seen, 1))
+        layers = self.session.worker.run(lambda: gather_layers(gatherer, self.places, seen))
         program = merge_stages(layers)
         self._own = [number for number, tick in enumerate(program) if self.place.stage in tick.stages]
         counts = [len(one) for one in layers]

@@ -15,15 +15,33 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.attention.backward import Gradients, finish_back, new_landing, sinks_gradient, with_packed_heads
+from deepspeed_cad.attention.backward import (
+    BackwardServed,
+    BackwardStarted,
+    Gradients,
+    collect_backward,
+    gradients_back,
+    new_landing,
+    serve_arrived_backward,
+    sinks_gradient,
+    with_packed_heads,
+)
 from deepspeed_cad.attention.call import AttentionCall, Unused, is_saved_plainly
 from deepspeed_cad.attention.device_schedule import Batches
-from deepspeed_cad.attention.forward import Kept, version_of
+from deepspeed_cad.attention.forward import (
+    ForwardServed,
+    Kept,
+    ServedOutputs,
+    collect_forward,
+    outputs_back,
+    serve_arrived,
+    start_forward,
+    version_of,
+)
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.serve import (
     HomeRows,
-    as_received,
     by_group,
     fold_sinks,
     lse_dtype,
@@ -31,108 +49,75 @@ from deepspeed_cad.attention.serve import (
     new_outputs,
     run_local,
     run_local_backward,
-    run_served,
-    run_served_backward,
 )
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
 from deepspeed_cad.schedule import KEY, QUERY
 
 
-def run_forward(
-    setup: CallSetup, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(setup: CallSetup, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> Kept:
     """O [T, H, V] and LSE [T, H] of this rank's rows, without sinks; runs what this rank serves in this tick."""
     o, lse = new_outputs(setup.schedule, q_THD, v_TKV)
-    groups = k_TKD.shape[1]
-    fields = [Outgoing(QUERY, by_group(q_THD, k_TKD)), Outgoing(KEY, k_TKD), Outgoing(KEY, v_TKV)]
-    out = setup.dispatch(fields)
-    setup.begin(out)
+    started = start_forward(setup, q_THD, k_TKD, v_TKV, None)
 
     def run(batches: Batches) -> None:
         run_local(setup, batches, q_THD, k_TKD, v_TKV, o, lse)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        part = setup.schedule.waves[wave]
-        with setup.span("served", aside=setup.aside is not None):
-            o_RGV, lse_RG = run_served(setup, part, as_received(arrived, q_THD), q_THD, o, lse)
-        back = [
-            Returning(QUERY, o_RGV.flatten(1), o.unflatten(1, (groups, -1)).flatten(2)),
-            Returning(QUERY, lse_RG.contiguous(), lse.unflatten(1, (groups, -1))),
-        ]
-        return None, setup.give_back(wave, back)
+        served = serve_arrived(setup, wave, started, arrived, o, lse)
+        lse_back = Returning(QUERY, served.lse_RG.contiguous(), lse.unflatten(1, (k_TKD.shape[1], -1)))
+        return None, setup.give_back(wave, [*outputs_back(started, served, o, lse), lse_back])
 
-    _, back = run_tasks(setup, out, run, serve)
-    if back is not None:
-        back.finish(setup)
-    setup.counts.forwards += 1
-    return o, lse
+    _, back = run_tasks(setup, started.out, run, serve)
+    return collect_forward(setup, ForwardServed(started, o, lse, (), back))
 
 
 def run_backward(
-    setup: CallSetup,
-    do_THV: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
+    setup: CallSetup, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
 ) -> Gradients:
     """dQ, dK and dV of this rank's rows; runs the backward of what this rank serves in this tick.
 
-    O and LSE are those of the forward, sinks folded in.
+    O and LSE in `kept` are those of the forward, sinks folded in.
     """
     own = Gradients(*new_gradients(setup.schedule, q_THD, k_TKD, v_TKV))
     landing = new_landing(setup, own, k_TKD, v_TKV)
-    home = HomeRows(do_THV, q_THD, o_THV, lse_TH, own.dq_THD)
-    groups = k_TKD.shape[1]
+    home = HomeRows(do_THV, q_THD, kept.o_THV, kept.lse_TH, own.dq_THD)
     # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
-    lse_TKG = lse_TH.unflatten(1, (groups, -1)).transpose(0, 1).contiguous().transpose(0, 1)
-    rows = [by_group(x, k_TKD) for x in (do_THV, q_THD, o_THV)]
+    lse_TKG = kept.lse_TH.unflatten(1, (k_TKD.shape[1], -1)).transpose(0, 1).contiguous().transpose(0, 1)
+    rows = [by_group(x, k_TKD) for x in (do_THV, q_THD, kept.o_THV)]
     fields = [Outgoing(QUERY, x) for x in (*rows, lse_TKG)] + [Outgoing(KEY, x) for x in (k_TKD, v_TKV)]
     out = setup.dispatch(fields, backward=True)
     setup.begin(out, backward=True)
+    started = BackwardStarted(do_THV, q_THD, k_TKD, v_TKV, kept, out)
 
     def run(batches: Batches) -> None:
         run_local_backward(setup, batches, home, k_TKD, v_TKV, own.dk_UKD, own.dv_UKV)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        do_RW, q_RW, o_RW, lse_RG, k_SD, v_SV = arrived
-        do_RGV, o_RGV = (x.unflatten(1, (-1, v_TKV.shape[2])) for x in (do_RW, o_RW))
-        with setup.span("served", backward=True, aside=setup.aside is not None):
-            dq_RGD, dk_S1D, dv_S1V = run_served_backward(
-                setup, setup.schedule.waves[wave], do_RGV, as_received([q_RW, k_SD, v_SV], q_THD), o_RGV, lse_RG, home
-            )  # fmt: skip
-        back = [
-            Returning(QUERY, dq_RGD.flatten(1), by_group(own.dq_THD, k_TKD)),
-            Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
-            Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
-        ]
-        return None, setup.give_back(wave, back, backward=True)
+        do_RW, q_RW, o_RW, lse_RG, *keys = arrived
+        served = ServedOutputs(o_RW.unflatten(1, (-1, v_TKV.shape[2])), lse_RG)
+        made = serve_arrived_backward(setup, wave, started, served, [do_RW, q_RW, *keys], own)
+        return None, setup.give_back(wave, gradients_back(made, own, landing), backward=True)
 
     _, back = run_tasks(setup, out, run, serve, backward=True)
-    found = finish_back(setup, back, own, landing)
-    setup.counts.backwards += 1
-    return Gradients(found.dq_THD, found.dk_UKD.to(k_TKD.dtype), found.dv_UKV.to(v_TKV.dtype))
+    return collect_backward(setup, BackwardServed(started, own, landing, back))
 
 
 def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
     """A tick on a rank that has no layer in it, or in whose layer no gradient is wanted."""
     shape, rows = kind.shape, setup.schedule.query_tokens
+
+    def zeros(*size: int, dtype: torch.dtype = kind.dtype) -> torch.Tensor:
+        return torch.zeros(rows, *size, dtype=dtype, device=setup.device)
+
     # In a backward, rows of a layer whose gradient nobody wants are in the plan all the same: they have none.
-    q, o = (
-        torch.zeros(rows, shape.query_heads, size, dtype=kind.dtype, device=setup.device)
-        for size in (shape.head_dim, shape.value_dim)
-    )
-    k, v = (
-        torch.zeros(rows, shape.groups, size, dtype=kind.dtype, device=setup.device)
-        for size in (shape.head_dim, shape.value_dim)
-    )
+    q, k = (zeros(heads, shape.head_dim) for heads in (shape.query_heads, shape.groups))
+    o, v = (zeros(heads, shape.value_dim) for heads in (shape.query_heads, shape.groups))
     if not backward:
         run_forward(setup, q, k, v)
         return
-    lse = torch.zeros(rows, shape.query_heads, dtype=lse_dtype(kind.dtype), device=setup.device)
-    run_backward(setup, torch.zeros_like(o), q, k, v, o, lse)
+    kept = Kept(o, zeros(shape.query_heads, dtype=lse_dtype(kind.dtype)), (), None, 0)
+    run_backward(setup, kept, torch.zeros_like(o), q, k, v)
 
 
 class TickCall(AttentionCall):
@@ -164,16 +149,16 @@ class TickCall(AttentionCall):
             return kept.o_THV
         if self.parking is not None:
             self.parking.settle()
-        o, lse = run_forward(self.setup, q_THD, k_TKD, v_TKV)
+        kept = run_forward(self.setup, q_THD, k_TKD, v_TKV)
         if sinks_H is not None:
-            o, lse = fold_sinks(o, lse, sinks_H)
-        kept = Kept(o, lse, (), None if sinks_H is None else sinks_H.clone(), version_of(o))
+            o, lse = fold_sinks(kept.o_THV, kept.lse_TH, sinks_H)
+            kept = Kept(o, lse, (), sinks_H.clone(), version_of(o))
         # Saved plainly, O stays for the layer behind attention, and LSE alone is not worth the way.
         if self._saved_plainly:
             self.state = kept
         else:
             self.keep(kept, ())
-        return o
+        return kept.o_THV
 
 
 class _Attend(torch.autograd.Function):
@@ -196,6 +181,6 @@ class _Attend(torch.autograd.Function):
         if parked is not None:
             parked.fetch()
         do = with_packed_heads(do)
-        dq, dk, dv = run_backward(call.backward(), do, q.detach(), k.detach(), v.detach(), kept.o_THV, kept.lse_TH)
+        dq, dk, dv = run_backward(call.backward(), kept, do, q.detach(), k.detach(), v.detach())
         dsinks = sinks_gradient(call.setup, kept, do) if ctx.needs_input_grad[4] else None
         return None, dq, dk, dv, dsinks
