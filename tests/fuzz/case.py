@@ -184,16 +184,9 @@ class Case:
 
     def to_line(self) -> str:
         """One line of JSON without what is as in every case."""
-        changed = {
-            one.name: getattr(self, one.name)
-            for one in dataclasses.fields(self)
-            if one.default is dataclasses.MISSING or getattr(self, one.name) != one.default
-        }
-        if self.plant is not None:
-            changed["plant"] = dataclasses.asdict(self.plant)
-        if self.fates:
-            changed["fates"] = [dataclasses.asdict(fate) for fate in self.fates]
-        return json.dumps(changed)
+        plain = dataclasses.asdict(Case(self.seed))
+        changed = {name: value for name, value in dataclasses.asdict(self).items() if value != plain[name]}
+        return json.dumps({"seed": self.seed, **changed})
 
     @classmethod
     def from_line(cls, line: str) -> Case:
@@ -212,32 +205,9 @@ class Case:
     def hits(self, rank: int, epoch: int, at: int, kind: str) -> bool:
         """Whether something of this kind is planted there."""
         plant = self.plant
-        return plant is not None and plant.kind == kind and plant.rank in (rank, ALL) and (
-            plant.epoch == epoch and plant.at == at
-        )  # fmt: skip
-
-    def features(self) -> list[str]:
-        """What is counted together in the table of a run."""
-        kinds = {DENSE: "dense", MIXTURES: "mixture", HYBRIDS: "hybrid"}
-        kind = next(word for models, word in kinds.items() if self.model in models)
-        signals = {fate.signal for fate in self.fates}
-        where = "pipeline" if self.stages else "reserved servers" if self.servers else "in place"
-        given = {
-            "killed server": "KILL" in signals, "hung server": "STOP" in signals, "slow server": "PAUSE" in signals,
-            "trainers go on": self.goes_on and bool(signals - {"PAUSE"}), "evaluation": self.evaluate > 0,
-            "no checkpointing": not self.checkpoint, "checkpointing, not reentrant": self.checkpoint == "plain",
-            "checkpointing, reentrant": self.checkpoint == "reentrant", "waves": "waves" in self.block,
-            "memory": "memory" in self.block, "keep host": "keep" in self.block, "ddp": self.ddp,
-            "accumulation": self.accumulation > 1, "documents dealt out": self.block.get("documents") == "deal",
-            "planted": self.plant is not None, "server comes later": bool(self.comes), "in flight": self.flight > 1,
-        }  # fmt: skip
-        words = {f"form: {word}" for form in self.forms for word in _words(FORMS[form])}
-        return [where, f"{kind}: {self.model}", *(name for name, has in given.items() if has), *sorted(words)]
-
-
-def _words(form: Form) -> list[str]:
-    words = [form.shape, f"positions {form.positions}"] + ["cu_seq_lens"] * form.lengths
-    return [*words, f"mask {form.mask}"] if form.mask else words
+        if plant is None or plant.kind != kind or plant.rank not in (rank, ALL):
+            return False
+        return (plant.epoch, plant.at) == (epoch, at)
 
 
 def simpler(case: Case) -> Iterator[Case]:

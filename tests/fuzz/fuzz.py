@@ -49,8 +49,6 @@ class Tally:
 
     cases: int = 0
     steps: int = 0
-    cpu: float = 0.0
-    """Seconds of processor time of all ranks that gave an answer."""
     ends: Counter[str] = field(default_factory=Counter)
     """How ranks ended."""
     failures: list[tuple[str, Case]] = field(default_factory=list)
@@ -60,22 +58,20 @@ class Tally:
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in self.ends.most_common())
         return (
-            f"{self.cases} cases, {self.steps} micro-batches compared, {self.cpu:.0f} s of processor time, "
-            f"{len(self.failures)} failures\nranks ended: {ends or 'none'}\n"
-            f"slowest case {self.slowest[0]:.1f} s: {self.slowest[1]}"
+            f"{self.cases} cases, {self.steps} micro-batches compared, {len(self.failures)} failures\n"
+            f"ranks ended: {ends or 'none'}\nslowest case {self.slowest[0]:.1f} s: {self.slowest[1]}"
         )
 
     def add(self, case: Case, failure: str, played: list[Played | None], seconds: float) -> None:
         """One case more."""
         self.cases += 1
         self.slowest = max(self.slowest, (seconds, case.to_line()))
-        self.cpu += sum(one.cpu for one in played if one is not None)
-        for one in played[: case.world]:
-            if one is not None:
-                self.steps += one.trained
-                self.ends["right" if one.error is None else one.error[0]] += 1
-        for lost in played[case.world :]:
-            self.ends["server lost" if lost is None else "served" if not lost.exit_code else "server failed"] += 1
+        for rank, one in enumerate(played):
+            self.steps += 0 if one is None else one.trained
+            if rank < case.world:
+                self.ends["no answer" if one is None else one.error[0] if one.error else "right"] += 1
+            else:
+                self.ends["server lost" if one is None else "server failed" if one.exit_code else "served"] += 1
         if failure:
             self.failures.append((failure, case))
 
@@ -129,22 +125,12 @@ def run(
 
 def shrink(workers: WorkerPool, case: Case, failure: str, seconds: float) -> tuple[str, Case]:
     """A simpler case that fails in the same kind of way."""
-    begin, found = time.monotonic(), True
-    while found and time.monotonic() - begin < seconds:
-        found = False
-        for simple in simpler(case):
-            if time.monotonic() - begin > seconds:
-                break
-            now, _ = run_case(workers, simple)
-            if now.split(":")[0] == failure.split(":")[0]:
-                case, failure, found = simple, now, True
-                break
+    end, waiting = time.monotonic() + seconds, simpler(case)
+    while time.monotonic() < end and (simple := next(waiting, None)):
+        now, _ = run_case(workers, simple)
+        if now.split(":")[0] == failure.split(":")[0]:
+            case, failure, waiting = simple, now, simpler(simple)
     return failure, case
-
-
-def _ranks(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    return int(low), int(high or low)
 
 
 def main() -> int:
@@ -153,7 +139,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones count up from it")
     parser.add_argument("--seconds", type=float, help="no case begins after this; 60 where --cases is not given")
     parser.add_argument("--cases", type=int, default=sys.maxsize, help="how many")
-    parser.add_argument("--ranks", type=_ranks, default=(1, 4), help="that train, such as 2-4")
+    parser.add_argument("--ranks", default="1-4", help="that train, such as 2-4")
     parser.add_argument("--replay", help="run this one case, given as its line")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make each of the first failures simpler")
     given = parser.parse_args()
@@ -166,7 +152,8 @@ def main() -> int:
                 print(one if one is None or one.error is None else f"rank {one.rank}: {one.error[3]}")
             print(failure or "passed")
             return int(bool(failure))
-        tally = run(workers, given.seed, seconds, given.ranks, say=True, cases=given.cases)
+        low, _, high = given.ranks.partition("-")
+        tally = run(workers, given.seed, seconds, (int(low), int(high or low)), say=True, cases=given.cases)
         for failure, case in tally.failures[:3]:
             failure, case = shrink(workers, case, failure, given.shrink)
             print(f"made simpler: {failure}\n  --replay '{case.to_line()}'", flush=True)

@@ -1,7 +1,7 @@
 """One rank plays a case whose model is cut into stages: losses and gradients of steps, and of evaluations between.
 
-The steps are DeepSpeed's, with another optimizer: weights move by their gradient and back, so each gradient can be
-compared with that of each document alone in the unmodified model.
+The steps are DeepSpeed's, without its optimizer: gradients stand in place of the weights until they are read, by the
+names that weights have in the unmodified model, and are compared with those of each document alone there.
 """
 
 from __future__ import annotations
@@ -64,17 +64,14 @@ class _Pipeline:
         group = engine.grid.get_data_parallel_group()
 
         def step(engine: Any) -> None:
-            before, gradients = self.module.named_weights(), []
+            weights = [parameter.data for parameter in self.module.parameters()]
             for parameter in self.module.parameters():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.distributed.all_reduce(gradient, group=group)
-                parameter.grad = None
-                gradients.append(gradient / self.replicas)
-                parameter.data -= gradients[-1]
-            after = self.module.named_weights()
-            self.found = {name: before[name] - after[name] for name in before}
-            for parameter, gradient in zip(self.module.parameters(), gradients, strict=True):
-                parameter.data += gradient
+                parameter.grad, parameter.data = None, gradient / self.replicas
+            self.found = self.module.named_weights()
+            for parameter, weight in zip(self.module.parameters(), weights, strict=True):
+                parameter.data = weight
 
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: step}
         return engine

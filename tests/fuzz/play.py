@@ -55,8 +55,6 @@ class Played:
     error: tuple[str, list[str], str, str] | None = None
     """How the loop ended: type, its bases, message, traceback; None: at its end."""
     seconds: float = 0.0
-    cpu: float = 0.0
-    """Seconds of processor time."""
     sums: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """Gradients, and this rank's share of what they should be, where only sums over ranks can be compared."""
     sent: int = 0
@@ -77,7 +75,7 @@ class Played:
 
 def play(rank: int, world: int, line: str, farewell: Callable[[str], None] = lambda reason: None) -> Played:
     """Play a case on this rank; `farewell` hears why its loop ended, if not at its end."""
-    begin, cpu, played = time.monotonic(), time.process_time(), Played(rank)
+    begin, played = time.monotonic(), Played(rank)
     case = Case.from_line(line)
     with quiet():
         try:
@@ -94,7 +92,6 @@ def play(rank: int, world: int, line: str, farewell: Callable[[str], None] = lam
         played.seconds = time.monotonic() - begin
         _note_figures(played)
         close_session()
-    played.cpu = time.process_time() - cpu
     return played
 
 

@@ -34,7 +34,6 @@ PAUSE_S = 1.0
 def play_role(rank: int, processes: int, port: int, line: str) -> Played:
     """As `play` for a trainer. A server's `Played` has its exit code, and its error is what it still holds."""
     case = Case.from_line(line)
-    begun = time.process_time()
     launched = str(case.world + case.servers)
     variables = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": launched,
@@ -48,13 +47,13 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         os.environ.pop(VARIABLE, None)
         if rank >= case.world + case.servers:
             code = _come_later(case.comes[rank - case.world - case.servers], port)
-            return Played(rank, exit_code=code, cpu=time.process_time() - begun)
+            return Played(rank, exit_code=code)
         request, server = take_role(Request(CADConfig.from_dict(whole_block(case)), "a fuzz case"))
         if server is not None:
             code = process.serve(server, request.config)
             held = made[0].held if made else 0
             last = said.getvalue().strip().rpartition("\n")[2]
-            return Played(rank, exit_code=code, held=held, said=last, cpu=time.process_time() - begun)
+            return Played(rank, exit_code=code, held=held, said=last)
         request.publish()
         dist.init_process_group("gloo")
         return play(dist.get_rank(), dist.get_world_size(), line, lambda reason: farewell(reason))
