@@ -23,7 +23,7 @@ from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, modes, m
 from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.profiles import Profile
-from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.profiles.profile import SHIPPED
 
 HERE = Path(__file__).resolve().parent
 RESULTS, WORKLOADS = HERE / "results", HERE / "workloads"

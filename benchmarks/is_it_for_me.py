@@ -26,7 +26,7 @@ from deepspeed_cad.forecast.compare import MODES, compare  # noqa: E402
 from deepspeed_cad.forecast.model_shape import ModelShape  # noqa: E402
 from deepspeed_cad.forecast.packing import pack  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
-from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
+from deepspeed_cad.profiles.profile import SHIPPED  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MEDIAN = 2048

@@ -29,7 +29,7 @@ from deepspeed_cad.planner.plan import HeadShape, PlanInput  # noqa: E402
 from deepspeed_cad.planner.question import with_links  # noqa: E402
 from deepspeed_cad.planner.search import slowest, span, ways  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
-from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
+from deepspeed_cad.profiles.profile import SHIPPED  # noqa: E402
 
 LEVELS = np.linspace(0.0, 1.0, 41)
 

@@ -36,7 +36,7 @@ from deepspeed_cad.forecast.schedule import one_forward_one_backward  # noqa: E4
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
-from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
+from deepspeed_cad.profiles.profile import SHIPPED  # noqa: E402
 
 FORWARD = 1 / 4
 """Of the linear work of a checkpointed layer: forward, again in the recompute, and twice as much backward."""

@@ -42,7 +42,7 @@ from deepspeed_cad.forecast.packing import NAMED, pack  # noqa: E402
 from deepspeed_cad.forecast.step import mean  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
-from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
+from deepspeed_cad.profiles.profile import SHIPPED  # noqa: E402
 
 PAGE = Path(__file__).resolve().parent / "results" / "published.md"
 HOST = 8

@@ -40,8 +40,8 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from deepspeed_cad.kernels.registry import KERNELS  # noqa: E402
 from deepspeed_cad.planner.finish import common_finish  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
-from deepspeed_cad.profiles.choice import expected_kernel  # noqa: E402
 from deepspeed_cad.profiles.measure import Call, time_call  # noqa: E402
+from deepspeed_cad.profiles.profile import expected_kernel  # noqa: E402
 
 READY = "runs beside"
 REPEATS = 3

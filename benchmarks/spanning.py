@@ -31,7 +31,7 @@ from deepspeed_cad.planner.constants import FINER, READ_FROM
 from deepspeed_cad.planner.core import Aim, Solution, solve, split_own_rows
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Plan
 from deepspeed_cad.profiles import Profile
-from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.profiles.profile import SHIPPED
 from deepspeed_cad.schedule.waves import Cut, slice_waves
 
 HERE = Path(__file__).parent

@@ -52,8 +52,7 @@ from deepspeed_cad.planner.deal import Costs, Step, deal  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402
 from deepspeed_cad.planner.question import read_cost  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
-from deepspeed_cad.profiles.choice import SHIPPED  # noqa: E402
-from deepspeed_cad.profiles.profile import ShapeCost  # noqa: E402
+from deepspeed_cad.profiles.profile import SHIPPED, ShapeCost  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402
 
 GROUPED = 50

@@ -156,7 +156,7 @@ def _speed(given: float | None, where: str) -> float | None:
 
 def _cost(given: str, machine: Machine, model: ModelShape, tensor: int) -> CostModel:
     """The attention cost of one head group: of the profile that is given, or the machine's own."""
-    from deepspeed_cad.profiles.choice import SHIPPED  # brings torch
+    from deepspeed_cad.profiles.profile import SHIPPED  # brings torch
 
     path = str(SHIPPED / machine.profile) if given == "pairs" else given
     cost = read_cost(path, seat_shape(model, tensor))

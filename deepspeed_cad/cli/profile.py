@@ -101,8 +101,8 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
     from deepspeed_cad.kernels.interface import KernelNeed
     from deepspeed_cad.kernels.registry import choose
     from deepspeed_cad.profiles import Profile, ShapeCost
-    from deepspeed_cad.profiles.choice import machine_name
     from deepspeed_cad.profiles.measure import fit_measured, least, measure_calls, sizes_for
+    from deepspeed_cad.profiles.profile import machine_name
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)

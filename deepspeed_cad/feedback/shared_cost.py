@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.profiles import Profile, choose_profile
-from deepspeed_cad.profiles.choice import GENERIC_GPU
+from deepspeed_cad.profiles.profile import GENERIC_GPU
 from deepspeed_cad.profiles.speed import in_seconds
 
 

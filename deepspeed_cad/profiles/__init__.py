@@ -3,8 +3,7 @@
 In: a file that `deepspeed-cad profile` wrote, or one of this folder. Out: a `CostModel` for the heads of a layer.
 """
 
-from deepspeed_cad.profiles.choice import choose_profile, user_path
-from deepspeed_cad.profiles.measure import Fit, fit_cost
-from deepspeed_cad.profiles.profile import Profile, ShapeCost
+from deepspeed_cad.profiles.measure import Fit
+from deepspeed_cad.profiles.profile import Profile, ShapeCost, choose_profile, user_path
 
-__all__ = ["Fit", "Profile", "ShapeCost", "choose_profile", "fit_cost", "user_path"]
+__all__ = ["Fit", "Profile", "ShapeCost", "choose_profile", "user_path"]

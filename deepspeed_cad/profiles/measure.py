@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from deepspeed_cad.cost import CostModel, count_pairs
+from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.layout import Ints
@@ -59,6 +59,8 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
+    """The cost model of one head group; predictions and errors are of all calls, those that only check included."""
+
     pair: float
     row: float
     key: float
@@ -158,13 +160,11 @@ def measure_calls(
 ) -> list[Measured]:
     """Time every call; `tell` hears how many are done."""
     listed = list(calls(sizes, shape.groups, most_keys(device, shape)))
-    rounds: list[list[Measured]] = []
-    for number in range(sizes.rounds):
-        rounds.append([])
-        for call in listed:
-            tell(f"attention call {number * len(listed) + len(rounds[-1]) + 1} of {sizes.rounds * len(listed)}")
-            rounds[-1].append(time_call(kernel, device, shape, call, sizes.repeats, sizes.budget))
-    return least(*rounds)
+    found: list[Measured] = []
+    for number, call in enumerate(listed * sizes.rounds, 1):
+        tell(f"attention call {number} of {sizes.rounds * len(listed)}")
+        found.append(time_call(kernel, device, shape, call, sizes.repeats, sizes.budget))
+    return least(*(found[begin : begin + len(listed)] for begin in range(0, len(found), len(listed))))
 
 
 def least(*rounds: list[Measured]) -> list[Measured]:
@@ -175,73 +175,60 @@ def least(*rounds: list[Measured]) -> list[Measured]:
     ]
 
 
-def fit_cost(counts: Floats, seconds: Floats, weights: Floats | None = None) -> Fit:
+def fit_measured(measured: list[Measured]) -> Fit:
+    """The cost model that lies nearest to what was measured. Raises CADError where there is nothing to fit."""
+    counts, seconds = np.array([one.call.counts for one in measured]), np.array([one.seconds for one in measured])
+    weights = np.array([one.call.fitted * (DOCUMENT_WEIGHT if one.call.is_documents else 1.0) for one in measured])
+    best = fit_cost(counts, seconds, weights)
+    predicted = counts @ best
+    pair, row, key, task = best.tolist()
+    return Fit(pair, row, key, task, predicted, predicted / seconds - 1.0)
+
+
+def fit_cost(counts: Floats, seconds: Floats, weights: Floats) -> Floats:
     """Least squares on relative errors, no coefficient below zero.
 
     `counts` [calls, 4]: pairs, rows, KV rows, tasks. Every subset of the four is tried, always with the pairs: exact
-    for so few. Raises CADError where there is nothing to fit.
+    for so few.
     """
-    counts, seconds = np.asarray(counts, np.float64), np.asarray(seconds, np.float64)
-    if len(counts) < 4 or not (seconds > 0).all() or not np.isfinite(seconds).all():
+    if (weights > 0).sum() < 4 or not (seconds > 0).all() or not np.isfinite(seconds).all():
         raise CADError(
             f"{len(seconds)} measured calls with {seconds.min(initial=np.inf):.3g} s at least cannot be fitted; "
             "expected 4 or more that take time"
         )
-    root = np.sqrt(np.ones(len(seconds)) if weights is None else np.asarray(weights, np.float64))
-    relative = counts / seconds[:, None]
+    root, relative = np.sqrt(weights), counts / seconds[:, None]
     best, least = np.zeros(4), np.inf
-    for size in range(4):
-        for others in combinations((1, 2, 3), size):
-            columns = [0, *others]
-            scale = relative[:, columns].max(axis=0)
-            if not (scale > 0).all():
-                continue
-            solved = np.linalg.lstsq(relative[:, columns] / scale * root[:, None], root, rcond=None)[0] / scale
-            squares = float((((relative[:, columns] @ solved - 1.0) * root) ** 2).sum())
-            # More terms have to be worth it: otherwise rounding decides.
-            if (solved[1:] >= 0).all() and solved[0] > 0 and squares < least * (1.0 - 1e-9):
-                best, least = np.zeros(4), squares
-                best[columns] = solved
+    for others in (chosen for size in range(4) for chosen in combinations((1, 2, 3), size)):
+        columns = [0, *others]
+        scale = relative[:, columns].max(axis=0)
+        if not (scale > 0).all():
+            continue
+        solved = np.linalg.lstsq(relative[:, columns] / scale * root[:, None], root, rcond=None)[0] / scale
+        squares = float((((relative[:, columns] @ solved - 1.0) * root) ** 2).sum())
+        # More terms have to be worth it: otherwise rounding decides.
+        if (solved[1:] >= 0).all() and solved[0] > 0 and squares < least * (1.0 - 1e-9):
+            best, least = np.zeros(4), squares
+            best[columns] = solved
     if not np.isfinite(least):
         raise CADError(
             "no cost per pair above zero fits the measured times: they hardly depend on the lengths. Measure longer "
             "documents, on a machine that does nothing else"
         )
-    pair, row, key, task = best.tolist()
-    return Fit(pair, row, key, task, counts @ best, relative @ best - 1.0)
-
-
-def fit_measured(measured: list[Measured]) -> Fit:
-    """The cost model of one head group; predictions and errors are of all calls, those that only check included."""
-    fitted = [one for one in measured if one.call.fitted]
-    weights = np.array([DOCUMENT_WEIGHT if one.call.is_documents else 1.0 for one in fitted])
-    counts = np.array([one.call.counts for one in fitted])
-    found = fit_cost(counts, np.array([one.seconds for one in fitted]), weights)
-    predicted = np.array([predict(one.call, found) for one in measured])
-    return replace(found, predicted=predicted, errors=predicted / np.array([one.seconds for one in measured]) - 1.0)
-
-
-def predict(call: Call, fit: Fit) -> float:
-    """Seconds of a call, forward and backward, by the cost model that the planner uses."""
-    cost = CostModel("", "seconds", fit.pair, fit.row, fit.key, fit.task)
-    return float(cost.of(call.begin, call.end).sum()) * call.groups
+    return best
 
 
 def time_call(
     kernel: Kernel, device: torch.device, shape: HeadShape, call: Call, repeats: int, budget: float
 ) -> Measured:
     """Seconds of one call, forward and backward; `budget`: seconds for the repeats, at most."""
-    host_q = np.concatenate([[0], np.cumsum(call.end - call.begin)]).astype(np.int32)
-    host_k = np.concatenate([[0], np.cumsum(call.end)]).astype(np.int32)
+    rows = call.end - call.begin
+    host_q, host_k = (np.append(0, np.cumsum(one)).astype(np.int32) for one in (rows, call.end))
     cu_q, cu_k = (torch.from_numpy(edges).to(device) for edges in (host_q, host_k))
-    longest = int((call.end - call.begin).max())
-    sequences = Sequences(host_q, host_k, cu_q, cu_k, longest, int(call.end.max()))
+    sequences = Sequences(host_q, host_k, cu_q, cu_k, int(rows.max()), int(call.end.max()))
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_element]
-    heads, rows, keys = shape.heads_per_group * call.groups, int(host_q[-1]), int(host_k[-1])
-    q_QHD = torch.randn(rows, heads, shape.head_dim, device=device, dtype=dtype)
-    do_QHV = torch.randn(rows, heads, shape.value_dim, device=device, dtype=dtype)
-    k_KGD = torch.randn(keys, call.groups, shape.head_dim, device=device, dtype=dtype)
-    v_KGV = torch.randn(keys, call.groups, shape.value_dim, device=device, dtype=dtype)
+    heads, sizes = shape.heads_per_group * call.groups, (shape.head_dim, shape.value_dim)
+    q_QHD, do_QHV = (torch.randn(int(host_q[-1]), heads, size, device=device, dtype=dtype) for size in sizes)
+    k_KGD, v_KGV = (torch.randn(int(host_k[-1]), call.groups, size, device=device, dtype=dtype) for size in sizes)
     rule = MaskRule(shape.head_dim**-0.5)
     o_QHV, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule)
     runs = (

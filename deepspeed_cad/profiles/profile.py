@@ -1,23 +1,32 @@
 """A machine profile: what one kernel costs on one machine, for the head shapes that were measured.
 
 In: JSON. Out: `Profile`, which gives the cost model for any head shape, scaled from the nearest that was measured.
+`choose_profile` says which one this machine uses: the same on ranks with the same hardware and files, which they
+compare before the first step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepspeed_cad.config import is_number, read_json
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.kernels.interface import KernelNeed
 from deepspeed_cad.planner.constants import TRAVELS
 from deepspeed_cad.planner.plan import HeadShape
+
+logger = logging.getLogger("deepspeed_cad")
 
 REMEDY = 'write one with "deepspeed-cad profile"'
 
@@ -80,20 +89,13 @@ class Profile:
         the size of an element counts too.
         """
         entry = min(self.entries, key=lambda one: _distance(one.shape, shape))
-        work = bytes_ratio = 1.0
+        work = moved = 1.0
         if self.unit == "seconds":
             work = _work(shape) / _work(entry.shape)
-            bytes_ratio = work * shape.bytes_per_element / entry.shape.bytes_per_element
-        return CostModel(
-            name=self.name,
-            unit=self.unit,
-            pair=entry.pair * work,
-            row=entry.row * bytes_ratio,
-            key=entry.key * bytes_ratio,
-            task=entry.task * work,
-            byte_inside=TRAVELS / self.inside if self.inside else 0.0,
-            byte_between=TRAVELS / self.between if self.between else 0.0,
-        )
+            moved = work * shape.bytes_per_element / entry.shape.bytes_per_element
+        inside, between = (TRAVELS / speed if speed else 0.0 for speed in (self.inside, self.between))
+        costs = entry.pair * work, entry.row * moved, entry.key * moved, entry.task * work
+        return CostModel(self.name, self.unit, *costs, inside, between)
 
     def with_links(self, inside: float | None, between: float | None) -> Profile:
         """This profile with other figures for links, bytes per second; None: not known."""
@@ -151,31 +153,32 @@ def _parse(content: Any) -> Profile:
         raise ValueError("has no entries; expected the cost of one head shape or more")
     parsed = []
     for number, one in enumerate(entries):
-        entry = _object(one, ShapeCost, f"entries[{number}]")
-        shape = _object(entry["shape"], HeadShape, f"entries[{number}].shape")
+        place = f"entries[{number}]"
+        entry = dict(_object(one, ShapeCost, place))
+        shape = _object(entry.pop("shape"), HeadShape, f"{place}.shape")
         for key, value in shape.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"has {value!r} at entries[{number}].shape.{key}; expected a whole number above 0")
+            _expect(type(value) is int and value >= 1, value, f"{place}.shape.{key}", "a whole number above 0")
         if shape["query_heads"] % shape["groups"]:
-            raise ValueError(
-                f"has {shape['query_heads']} query heads in {shape['groups']} groups at entries[{number}]; expected a "
-                "multiple"
-            )
-        numbers = {key: value for key, value in entry.items() if key != "shape"}
-        for key, value in numbers.items():
-            if not is_number(value) or value < 0 or (key == "pair" and value == 0):
-                raise ValueError(f"has {value!r} at entries[{number}].{key}; expected a number of seconds")
-        parsed.append(ShapeCost(HeadShape(**shape), **{key: float(value) for key, value in numbers.items()}))
-    for key in ("inside", "between"):
-        value = fields.get(key)
-        if value is not None and (not is_number(value) or value <= 0):
-            raise ValueError(f"has {value!r} at {key}; expected bytes per second, or null where not measured")
-    for key in ("machine", "kernel", "unit", "date", "commit", "source"):
-        if not isinstance(fields.get(key, ""), str):
-            raise ValueError(f"has {fields[key]!r} at {key}; expected a text")
-    if fields.get("unit", "seconds") not in ("seconds", "pairs"):
-        raise ValueError(f'has {fields["unit"]!r} at unit; expected "seconds" or "pairs"')
+            heads = f"{shape['query_heads']} query heads in {shape['groups']} groups"
+            raise ValueError(f"has {heads} at {place}; expected a multiple")
+        for key, value in entry.items():
+            right = is_number(value) and value >= 0 and (key != "pair" or value > 0)
+            _expect(right, value, f"{place}.{key}", "a number of seconds")
+        parsed.append(ShapeCost(HeadShape(**shape), **{key: float(value) for key, value in entry.items()}))
+    for key, value in fields.items():
+        if key in ("inside", "between"):
+            right = value is None or (is_number(value) and value > 0)
+            _expect(right, value, key, "bytes per second, or null where not measured")
+        elif key != "entries":
+            _expect(isinstance(value, str), value, key, "a text")
+    unit = fields.get("unit", "seconds")
+    _expect(unit in ("seconds", "pairs"), unit, "unit", '"seconds" or "pairs"')
     return Profile(**{**fields, "entries": tuple(parsed)})
+
+
+def _expect(right: bool, value: Any, place: str, expected: str) -> None:
+    if not right:
+        raise ValueError(f"has {value!r} at {place}; expected {expected}")
 
 
 def _object(found: Any, kind: type, where: str) -> dict[str, Any]:
@@ -184,9 +187,68 @@ def _object(found: Any, kind: type, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"has {type(found).__name__} {str(found)[:40]!r}{place}; expected an object")
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = [key for key in found if key not in fields]
-    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in found]
-    if unknown or missing:
-        what = f"the unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
-        raise ValueError(f"has {what}{place}; its keys are {', '.join(fields)}")
+    wrong = [f"the unknown key {key!r}" for key in found if key not in fields]
+    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    wrong += [f"no key {name!r}" for name in needed if name not in found]
+    if wrong:
+        raise ValueError(f"has {wrong[0]}{place}; its keys are {', '.join(fields)}")
     return found
+
+
+# Which profile the planner uses on this machine
+
+
+USUAL_SHAPE = HeadShape(32, 8, 128, 128, 2)
+"""Of an 8B Llama: what is measured unless one asks for another."""
+
+PAIRS = Profile("pairs", "any", (ShapeCost(USUAL_SHAPE, pair=1.0),), unit="pairs")
+"""One per query-key pair, whatever the heads."""
+
+GENERIC_GPU = Profile("any GPU", "any", (ShapeCost(USUAL_SHAPE, pair=1.0, row=490.0, key=250.0),), unit="pairs")
+"""Ratios measured on an H200 with FlashAttention-4: a query row costs as much as 490 pairs and a KV row that a task
+reads as much as 250. Other kernels and GPUs lie near them, because both come from tiles and memory traffic that all of
+them have."""
+
+SHIPPED = Path(__file__).parent
+
+
+def user_path() -> Path:
+    """Where `deepspeed-cad profile` writes, and "auto" looks first."""
+    return Path.home() / ".cache" / "deepspeed_cad" / "profile.json"
+
+
+def machine_name(device: torch.device) -> str:
+    """What profiles of this machine are filed under."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.processor() or platform.machine()}"
+
+
+def expected_kernel(configured: str, device: torch.device) -> str:
+    """The kernel that layers with ordinary heads will run on: the configured one, or the first that does not refuse."""
+    from deepspeed_cad.kernels.registry import KERNELS
+
+    dtype, shape = torch.bfloat16 if device.type == "cuda" else torch.float32, USUAL_SHAPE
+    need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)
+    found = [kernel for kernel in KERNELS if configured in ("auto", kernel.name)]
+    willing = [kernel for kernel in found if kernel.refuse(need) is None]
+    return next((kernel.name for kernel in [*willing, *found]), configured)
+
+
+def choose_profile(configured: str, device: torch.device, kernel: str = "auto") -> Profile:
+    """The profile for "auto", "pairs" or a file.
+
+    "auto": the user's own if it is of this machine and kernel, else the one that ships for them, else on a GPU the
+    ratios of another, else counted pairs. Raises CADConfigError for a file that cannot be read.
+    """
+    if configured == "pairs":
+        return PAIRS
+    if configured != "auto":
+        return Profile.load(configured)
+    wanted = (machine_name(device), expected_kernel(kernel, device))
+    for path in filter(Path.is_file, [user_path(), *sorted(SHIPPED.glob("*.json"))]):
+        profile = Profile.load(path)
+        if (profile.machine, profile.kernel) == wanted:
+            logger.info("attention costs what %s says (%s)", path, profile.name)
+            return profile
+    return GENERIC_GPU if device.type == "cuda" else PAIRS

@@ -1,7 +1,6 @@
 """One attention call, timed at the start: how fast each rank runs attention, and ratios made into seconds.
 
-In: the key "speeds", or a profile of which only ratios are known. Out: a speed for every rank, the same on all of them,
-by which the planner divides costs: at 0.5 a rank takes twice the seconds that they say; or the profile in seconds, so
+Out: a speed for every rank, the same on all of them, by which the planner divides costs; or the profile in seconds, so
 that plans can weigh attention against transfers. Only attention is meant: how long a trainer takes for all else is
 measured while it trains (feedback/non_attention.py), in seconds of that trainer, so nothing counts twice.
 """
@@ -19,9 +18,8 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.registry import KERNELS
 from deepspeed_cad.planner.plan import Floats, HeadShape
-from deepspeed_cad.profiles.choice import USUAL_SHAPE, expected_kernel, machine_name
 from deepspeed_cad.profiles.measure import Call, time_call
-from deepspeed_cad.profiles.profile import Profile
+from deepspeed_cad.profiles.profile import USUAL_SHAPE, Profile, ShapeCost, expected_kernel, machine_name
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -47,9 +45,7 @@ def find_speeds(
     deterministic: bool,
     cost: Profile | None = None,
 ) -> Floats | None:
-    """[ranks] speeds, 1 where a task takes what the costs say; None: ranks are equal, or taken for it.
-
-    Collective, for "measure".
+    """[ranks] speeds: at 0.5 a task takes twice what the costs say. None: ranks are equal, or taken for it. Collective.
 
     Args:
         wanted: the key "speeds".
@@ -101,15 +97,14 @@ def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:
         logger.warning("attention was not timed, so its costs stay ratios: %s", error)
         return ratios
     scale = seconds / float(CostModel("", "pairs", entry.pair, entry.row, entry.key, entry.task).of(0, tokens))
-    return replace(
-        ratios,
-        machine=machine_name(device),
-        kernel=f"{expected_kernel(kernel, device)}, timed at start",
-        entries=tuple(
-            replace(one, pair=one.pair * scale, row=one.row * scale, key=one.key * scale, task=one.task * scale)
-            for one in ratios.entries
-        ),
-        unit="seconds",
+
+    def scaled(one: ShapeCost) -> ShapeCost:
+        return ShapeCost(one.shape, *(scale * cost for cost in (one.pair, one.row, one.key, one.task)))
+
+    return Profile(
+        machine_name(device),
+        f"{expected_kernel(kernel, device)}, timed at start",
+        tuple(map(scaled, ratios.entries)),
         source=f"{ratios.machine}: ratios; {seconds * 1e3:.3g} ms for {tokens} tokens of one head group",
     )
 

@@ -16,7 +16,7 @@ from deepspeed_cad.forecast.modes import plain, ulysses
 from deepspeed_cad.forecast.modes_cad import in_place
 from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, deal_by_length
 from deepspeed_cad.planner.question import read_cost
-from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.profiles.profile import SHIPPED
 
 LENGTHS = NAMED["rollouts"].draw(12_000_000)
 MODEL, MACHINE = SHAPES["llama-8b"], Machine.load("h200")

@@ -17,7 +17,7 @@ from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, Memo
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
-from deepspeed_cad.profiles.choice import SHIPPED
+from deepspeed_cad.profiles.profile import SHIPPED
 from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed, with_headroom
 from deepspeed_cad.schedule.waves import LONGER, Cut, slice_waves, split_tasks, stretch, waves_within
 

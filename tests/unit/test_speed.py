@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from deepspeed_cad.profiles import speed
-from deepspeed_cad.profiles.choice import PAIRS
-from deepspeed_cad.profiles.profile import Profile, ShapeCost
+from deepspeed_cad.profiles.profile import PAIRS, Profile, ShapeCost
 from deepspeed_cad.profiles.speed import TOKENS, call_shape, find_speeds, in_words
 
 CPU = torch.device("cpu")
