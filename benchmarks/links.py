@@ -23,11 +23,11 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner import make_plan  # noqa: E402
+from deepspeed_cad.planner.answer import slowest, span, ways  # noqa: E402
 from deepspeed_cad.planner.constants import WAVES  # noqa: E402
 from deepspeed_cad.planner.core import Aim, solve  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape, PlanInput  # noqa: E402
 from deepspeed_cad.planner.question import with_links  # noqa: E402
-from deepspeed_cad.planner.search import slowest, span, ways  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
 from deepspeed_cad.profiles.profile import SHIPPED  # noqa: E402
 

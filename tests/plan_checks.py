@@ -15,8 +15,8 @@ import numpy as np
 from deepspeed_cad.cost import PAIRS, CostModel, count_pairs, window_start
 from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
-from deepspeed_cad.planner.begin import alternate
 from deepspeed_cad.planner.core import Solution
+from deepspeed_cad.planner.finish import alternate
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
 
 SECONDS = CostModel("h", "seconds", pair=1e-9, row=2e-9, key=2.5e-7, task=1e-6)

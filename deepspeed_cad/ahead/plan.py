@@ -34,10 +34,10 @@ from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.begin import alternate, begin_in_place
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
 from deepspeed_cad.planner.deal import Costs
+from deepspeed_cad.planner.finish import alternate, begin_in_place
 from deepspeed_cad.planner.plan import Floats, HeadShape, Plan, PlanInput
 from deepspeed_cad.profiles import Profile
 

@@ -39,9 +39,9 @@ from deepspeed_cad.forecast.step import Foreseen, Seconds
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.begin import alternate, begin_in_place
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
+from deepspeed_cad.planner.finish import alternate, begin_in_place
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
 
 EXCHANGES = 2

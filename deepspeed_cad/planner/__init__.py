@@ -2,7 +2,7 @@
 
 Python asks, tries and judges; the compiled core (csrc/planner*.cpp, called by `core.py`) moves rows. `make_plan`
 (`answer.py`) checks the question (`question.py`), asks the core for an even plan from one start or several, for others
-where links are slow (`search.py`), and times each (`finish.py`). Names in capitals are numbers in `constants.py`, names
+where links are slow, and times each (`finish.py`). Names in capitals are numbers in `constants.py`, names
 like kSlack are in csrc/planner_constants.h; each number stands with where it comes from.
 
 1. *Start at home.* Every rank runs its own rows. If all ranks would then finish within the tolerance of the mean, that
@@ -24,7 +24,7 @@ like kSlack are in csrc/planner_constants.h; each number stands with where it co
 6. *Slow links.* Where links have a cost, each plan is timed with its transfers. If the even plan waits, less is moved:
    ranks, or hosts, that would end above a level come down to it and no further (`bring_down` in planner.cpp), then each
    host's ranks are made even as in 2. A lower level means less work for the slowest and longer transfers; the search
-   follows both to where they meet (TRIES). What another tick hides beside reserved servers is no waiting (`begin.py`).
+   follows both to where they meet (TRIES). What another tick hides beside reserved servers is no waiting (`finish.py`).
 7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
    from another start: its rows are dealt out by head groups, so that every rank reads keys of few of them instead of
    the last ranks all keys of all (planner_spread.cpp). All rows are, or all but its first segment (KEPT).

@@ -67,7 +67,7 @@ IN_PLACE = 32
 run is a kernel call of its own; shorter ones are copied to the rows of other ranks and run with them. A choice, not
 measured: at 65536 rows a rank, a run of 2048 rows of 32 heads fills an H200 four times."""
 
-# Slow links (in planner/search.py only)
+# Slow links (in planner/answer.py only)
 
 TRIES = 6
 """Plans that are made to find how far the slowest comes down, each way. Trial, 4 to 64 ranks: 4 end up to 4 % later at

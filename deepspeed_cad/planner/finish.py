@@ -1,4 +1,4 @@
-"""When each rank is done with a layer, forward and backward, transfers included.
+"""When each rank begins and is done with a layer, forward and backward, transfers included.
 
 In: a question, the work of each rank and what its plan moves (`Flows`). Out: seconds, or the unit of the cost model.
 The model of one pass, for the forward; backward is its mirror and comes after it:
@@ -16,8 +16,9 @@ back. Of n equal parts the first takes its turn at each of the three, and behind
 more. Base load is time beside which transfers and servers go on. Links that several ranks share are to be given as what
 each gets while all use them, which is how they are measured.
 
-Where two ticks take turns beside reserved servers (begin.py), a server is at the other tick until one arrives, so
-it loses no time by waiting, and what it found may come home later by what trainers have to do in the other tick.
+Where two ticks take turns beside reserved servers (`alternate`), a server is at the other tick until one arrives, so
+it loses no time by waiting, and what it found may come home later by what trainers have to do in the other tick. When
+ranks begin in place, `begin_in_place` says. Training and the forecast ask both alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_cad.layout import Ints
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.layout import Ints, Tick
 from deepspeed_cad.planner.constants import BISECTIONS, FORWARD_SHARE, TRAVELS, WAVE_SECONDS
 from deepspeed_cad.planner.plan import (
     BETWEEN,
@@ -44,10 +46,9 @@ from deepspeed_cad.planner.plan import (
 
 
 class Routes(NamedTuple):
-    """Who exchanges with whom in a layer, the same in all its passes."""
+    """Who exchanges with whom in a layer ([pairs]), the same in all its passes."""
 
     home: Ints
-    """[pairs]"""
     server: Ints
     where: Ints
     """INSIDE or BETWEEN."""
@@ -186,3 +187,68 @@ def end_of_pass(
         home_at -= np.where(alternation.servers[servers], alternation.later, 0.0)
     np.maximum.at(done, homes[back.pairs], home_at[back.pairs])
     return done
+
+
+def alternate(other_work: float, linear: Floats, speed: Floats, servers: Bools) -> Alternation:
+    """How late what reserved servers found in a tick may come home, where another tick takes turns with it.
+
+        forward    hands A over │ own B │ linear B, hands B over │ own A │ linear A …
+        backward   hands A over, own A │ linear B, hands B over, own B │ linear A …
+        server              B, as far as it came │ A …                   │ B …
+
+    A goes out, is served and comes home while all of that runs. Of a round it has everything but the linear layers that
+    follow on it: beyond its own tick, that is the other tick less these linear layers, those of the slowest trainer,
+    because servers begin when the last trainer has handed over. That needs a transport on which results come home while
+    the next tick goes out (Transport.two_ways). Figures are of forward and backward together.
+
+    Args:
+        other_work: attention of the other tick, of all ranks, at speed 1.
+        linear: [ranks] linear layers of this tick's rows, which run while the other tick is attended.
+        speed: [ranks] of attention; 0: runs none.
+        servers: [ranks] which ones only serve.
+    """
+    slowest = float(linear.max(initial=0.0))
+    other = max(float(common_finish(np.array([other_work]), linear, speed)[0]), slowest)
+    return Alternation(servers, other - slowest)
+
+
+def begin_in_place(
+    seconds: Floats, tick: Tick, cost: CostModel, groups: int, window: int | None, speeds: Floats | None = None
+) -> Floats | None:
+    """[ranks] seconds when every rank begins, in a tick that no other alternates with; None where all begin together.
+
+    A rank with more to do outside attention should attend less, and whoever is early more: as base loads these make
+    whole layers even. An early rank runs attention of its own until keys and queries of the late ones arrive; where it
+    has too little of that it is idle for the rest. Rows that read keys of a late rank fill no time.
+
+    Args:
+        seconds: [ranks] per token of one layer outside attention, forward and backward.
+        tick: whose attention is planned.
+        cost: of attention, in seconds too.
+        groups: head groups.
+        window: of the layers, None without one.
+        speeds: [ranks] in attention, beside what costs say; None: all are equal.
+    """
+    before = seconds * tick.query_tokens
+    speed = np.ones(tick.ranks) if speeds is None else speeds
+    runs = np.where(speed > 0.0, speed, np.inf)
+    rows = tick.query
+    work = cost.of(rows.begin, rows.end, window) * groups
+    own = np.bincount(rows.rank, work, tick.ranks)
+    late = before + own / runs > common_finish(own.sum(keepdims=True), before, speed)
+    if not late.any():
+        return None
+    # When the last keys are there that the rows of a segment read, on whatever ranks.
+    keys = before[rows.rank]
+    documents, ranks = rows.count_ranks()
+    for document in documents[ranks > 1]:
+        parts = np.flatnonzero(rows.document == document)
+        parts = parts[np.argsort(rows.begin[parts])]
+        keys[parts] = np.maximum.accumulate(keys[parts])
+    free = keys <= before[rows.rank]
+    meanwhile = np.bincount(rows.rank[free], work[free], tick.ranks) / runs
+    there = np.full(tick.ranks, before[late].max())
+    np.maximum.at(there, rows.rank, keys)
+    begin = np.maximum(before, there - meanwhile)
+    begin -= begin.min()
+    return begin if begin.any() else None

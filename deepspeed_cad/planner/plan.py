@@ -55,7 +55,7 @@ class HeadShape:
 
 
 class Alternation(NamedTuple):
-    """What is known of a tick that takes turns with another one beside reserved servers (begin.py)."""
+    """What is known of a tick that takes turns with another one beside reserved servers (finish.py)."""
 
     servers: Bools
     """[ranks]: those that only serve, and run what reaches them in the order in which it does."""

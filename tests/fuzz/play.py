@@ -121,24 +121,10 @@ def timeout_of(case: Case) -> float:
 @contextmanager
 def quiet() -> Iterator[io.StringIO]:
     """Warnings and log lines of some hundred cases say nothing that a failure does not; what they were."""
-    cad, host = (logging.getLogger(name) for name in ("deepspeed_cad", "transformers"))
-    before = (cad.level, cad.propagate, host.level)
-    # Some lines go to stderr where no handler shows them.
-    said = io.StringIO()
-    nowhere = logging.StreamHandler(said)
-    cad.addHandler(nowhere)
-    cad.setLevel(logging.INFO)
-    cad.propagate = False
-    host.setLevel(logging.ERROR)
-    with warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
         warnings.simplefilter("ignore")
-        try:
-            yield said
-        finally:
-            cad.removeHandler(nowhere)
-            level, cad.propagate, host_level = before
-            cad.setLevel(level)
-            host.setLevel(host_level)
+        yield said
 
 
 def model_of(case: Case) -> Any:

@@ -21,9 +21,8 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.forecast.exchanges import Part, alternating_seconds
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
-from deepspeed_cad.planner.begin import alternate
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
-from deepspeed_cad.planner.finish import Routes, Trip, end_of_pass
+from deepspeed_cad.planner.finish import Routes, Trip, alternate, end_of_pass
 from deepspeed_cad.planner.plan import Alternation
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 from deepspeed_cad.session import Session

@@ -21,7 +21,7 @@ from deepspeed_cad.planner.constants import FINER
 from deepspeed_cad.planner.core import Aim, Solution, solve, split_own_rows
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
 from deepspeed_cad.planner.question import with_links
-from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, build_slices
+from deepspeed_cad.schedule import build_slices
 
 MILLION = 1 << 20
 MHA = HeadShape(query_heads=32, groups=32, head_dim=128, value_dim=128, bytes_per_element=2)
@@ -70,28 +70,7 @@ def test_one_document_moves_what_ulysses_moves(ranks: int, shape: HeadShape) -> 
     assert out.tolist() == [rows * (qkv + o)] * ranks and back.tolist() == [away * qkv] * ranks
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize(("ranks", "groups"), [(4, 8), (3, 8), (8, 2), (5, 4)])
-def test_a_schedule_moves_nothing_twice(ranks: int, groups: int, kept: int) -> None:
-    """Each row of Q of a head group goes to one server at most, each of K once to each; bytes are the planner's."""
-    shape = HeadShape(2 * groups, groups, 8, 8, 2)
-    problem = ask([512 * ranks], ranks, 512, shape, cost=PAIRS, granularity=16)
-    found = start(problem, kept)
-    slices = build_slices(problem.tick, found.tasks)
-    moved = slices.table[slices.table[:, HOME] != slices.table[:, SERVER]]
-    for kind, columns in ((QUERY, [HOME]), (KEY, [HOME, SERVER])):
-        rows = moved[moved[:, KIND] == kind]
-        each = np.repeat(rows, rows[:, ROWS], axis=0)
-        first = np.cumsum(rows[:, ROWS]) - rows[:, ROWS]
-        each[:, HOME_ROW] += np.arange(len(each)) - np.repeat(first, rows[:, ROWS])
-        once = np.unique(each[:, [*columns, GROUP, HOME_ROW]], axis=0)
-        assert len(once) == len(each) > 0
-    size = np.where(moved[:, KIND] == QUERY, shape.query_bytes, shape.key_value_bytes) * moved[:, ROWS]
-    received = np.bincount(moved[:, SERVER], size, ranks)
-    np.testing.assert_array_equal(received, found.flows.bytes[QKV_RECEIVED].sum(0))
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from([-1, 0, 1, 2]))
 def test_what_lies_at_a_server_is_what_its_schedule_says(problem: PlanInput, kept: int) -> None:
     found = start(problem, kept)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.planner.begin import begin_in_place
+from deepspeed_cad.planner.finish import begin_in_place
 from deepspeed_cad.planner.plan import Plan
 
 SHAPE = HeadShape(8, 2, 64, 64, 2)
