@@ -1,6 +1,6 @@
-"""A training script that knows nothing of CAD, in the four idioms; launchers start it in tests/processes/test_run.py.
+"""A training script that knows nothing of CAD, in every idiom; launchers start it in tests/processes/test_run.py.
 
-script_train.py {trainer,accelerate,ddp,fsdp2,deepspeed,eval} OUT.json [--steps N] [--json DS.json] [--dispatch] …
+script_train.py {accelerate,ddp,fsdp2,deepspeed,eval} OUT.json [--steps N] [--json DS.json]
 """
 
 import argparse
@@ -13,29 +13,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 import torch.distributed as dist
 import training
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 from trainers import PackedRows, collate
-
-
-class Stream(IterableDataset):
-    """The same rows without a length."""
-
-    def __iter__(self):
-        yield from (PackedRows(16)[i] for i in range(16))
-
-
-def run_trainer(args, model):
-    from transformers import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(
-        output_dir=args.out + ".d", use_cpu=True, max_steps=args.steps, per_device_train_batch_size=1, logging_steps=1,
-        save_strategy="no", report_to=[], learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True,
-        optim="adamw_torch", deepspeed=args.json,
-    )  # fmt: skip
-    data = Stream() if args.dispatch else PackedRows(16)
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
-    trainer.train()
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def run_accelerate(args, model):
@@ -90,20 +69,16 @@ def loop(args, model, optimizer, loader, backward):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("loop", choices=["trainer", "accelerate", "ddp", "fsdp2", "deepspeed", "eval"])
+    parser.add_argument("loop", choices=["accelerate", "ddp", "fsdp2", "deepspeed", "eval"])
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json")
-    parser.add_argument("--dispatch", action="store_true")
-    parser.add_argument("--heads-dropout", type=float, default=0.0)
     parser.add_argument("--local_rank")
     args = parser.parse_args()
-    model = training.tiny_llama(
-        torch.float32, attn_implementation="sdpa", use_cache=False, attention_dropout=args.heads_dropout
-    )
+    model = training.sdpa_llama()
     if args.loop == "eval":
         model.eval()
-    run = {"trainer": run_trainer, "accelerate": run_accelerate, "deepspeed": run_deepspeed, "eval": run_accelerate}
+    run = {"accelerate": run_accelerate, "deepspeed": run_deepspeed, "eval": run_accelerate}
     logged = run.get(args.loop, run_torch)(args, model)
     cad = sys.modules.get("deepspeed_cad.session")
     session = cad.current_session() if cad else None

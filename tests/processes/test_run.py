@@ -1,8 +1,10 @@
-"""`-m deepspeed_cad.run` and `accelerate-cad` under real launchers: a script without CAD in it, and what is refused."""
+"""`-m deepspeed_cad.run` and `accelerate-cad` under real launchers: a script without CAD in it, in place and beside a
+reserved server, whose trainers are dealt the same rows; and what is refused."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import training
@@ -12,74 +14,59 @@ from trainers import assert_same
 
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-CAD = ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK)]
+STEPS = 4
+LONG = [pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> list[float]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses without CAD; the same for every loop of the script that shards data as DistributedSampler does."""
     return losses(trained(2, tmp_path_factory.mktemp("plain"), "ddp"))
 
 
+def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[str]:
+    """The words in front of the script."""
+    (folder / "ds.json").write_text(json.dumps(zero(3 if processes > 2 else 2, stage3_param_persistence_threshold=0)))
+    (folder / "launch.yaml").write_text(accelerate_yaml(processes))
+    if way == "deepspeed":
+        return [*deepspeed_launcher(processes), "--module", *cad]
+    if way == "accelerate launch":
+        flags = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
+        return ["-c", LAUNCH, "launch", *flags, "--main_process_port", str(free_port()), "-m", *cad]
+    if way == "accelerate-cad":
+        words = ["-m", "deepspeed_cad.cli.accelerate_cad", "launch", *cad[1:], "--config_file", "launch.yaml"]
+        return [*words, "--main_process_port", str(free_port())]
+    return [*torchrun(processes), "-m", *cad]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "loop", [pytest.param("accelerate", marks=pytest.mark.long), "ddp", pytest.param("fsdp2", marks=pytest.mark.long)]
-)
-def test_torchrun(plain, tmp_path, loop: str) -> None:
-    found = trained([*torchrun(2), *CAD], tmp_path, loop)
+    ("way", "loop", "servers"),
+    [
+        ("torchrun", "ddp", 0), pytest.param("torchrun", "fsdp2", 0, marks=LONG), ("accelerate-cad", "accelerate", 0),
+        pytest.param("accelerate launch", "accelerate", 0, marks=LONG), ("deepspeed", "deepspeed", 0),
+        ("deepspeed", "deepspeed", 1), pytest.param("torchrun", "ddp", 1, marks=LONG),
+        pytest.param("accelerate-cad", "accelerate", 1, marks=LONG),
+    ],
+)  # fmt: skip
+def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, servers: int) -> None:
+    """The JSON for DeepSpeed has no "cad" block."""
+    block = BLOCK | ({"servers": {"reserved": servers}} if servers else {})
+    words = _launcher(way, 2 + servers, ["deepspeed_cad.run", "--cad", json.dumps(block)], tmp_path)
+    found = trained(words, tmp_path, loop, "--json", "ds.json")
     assert_same(losses(found), plain)
     before, after = found["balance"]
     assert before > 1.2 and after < 1.05
-    assert found["argv"][0] == SCRIPT and found["argv"][1] == loop
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_four_processes_with_the_trainer(tmp_path) -> None:
-    without = trained(4, tmp_path, "trainer")
-    found = trained([*torchrun(4), *CAD], tmp_path, "trainer")
-    assert_same(losses(found), losses(without))
-    for entry in found["log"]:
-        assert entry["cad/attention_max_over_mean"] < 1.05 < entry["cad/attention_max_over_mean_before"]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_accelerate_launch(plain, tmp_path) -> None:
-    flags = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", str(free_port())]
-    found = trained(["-c", LAUNCH, "launch", *flags, *CAD], tmp_path, "accelerate")
-    assert_same(losses(found), plain)
-    assert found["balance"][1] < 1.05
+    assert found["argv"][0] == SCRIPT and found["argv"][1 + ("--local_rank=0" in found["argv"])] == loop
+    assert not servers or f"server 2 is done: {STEPS} micro-batches served" in found["said"]
+    assert ("--local_rank=0" in found["argv"]) == (way == "deepspeed")
 
 
 @pytest.mark.slow
-def test_accelerate_cad_launch_with_a_yaml(plain, tmp_path) -> None:
-    config = tmp_path / "launch.yaml"
-    config.write_text(accelerate_yaml(2))
-    command = ["-m", "deepspeed_cad.cli.accelerate_cad", "launch", *CAD[2:]]
-    command += ["--config_file", str(config), "--main_process_port", str(free_port())]
-    found = trained(command, tmp_path, "accelerate", "--steps", "4")
-    assert_same(losses(found), plain)
-    assert found["balance"][1] < 1.05
-
-
-@pytest.mark.slow
-def test_deepspeed_launcher(plain, tmp_path) -> None:
-    """Its script calls deepspeed.initialize with a JSON that has no "cad" block."""
-    (tmp_path / "ds.json").write_text(json.dumps(zero(2)))
-    found = trained([*deepspeed_launcher(2), "--module", *CAD[1:]], tmp_path, "deepspeed", "--json", "ds.json")
-    assert_same(losses(found), plain)
-    assert found["balance"][1] < 1.05
-    assert "--local_rank=0" in found["argv"]
-
-
-# Bad input: one clear line, and no training
-
-
-@pytest.mark.slow
-def test_not_active_by_the_first_step(tmp_path) -> None:
+def test_not_active_by_the_first_step(tmp_path: Path) -> None:
     """A script that takes an optimizer step without CAD ends with 2, and leaves nothing that looks trained."""
-    done = run_ranks(1, [*CAD, SCRIPT, "eval", "out.json"], tmp_path)
+    words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "eval", "out.json"]
+    done = run_ranks(1, words, tmp_path)
     line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "not active at the first optimizer step" in line and "eval mode" in line and "--cad" in line
