@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 # Tests in unit/ take cases from there too.
 sys.path.append(os.path.join(os.path.dirname(__file__), "gpu"))
 
+from jobs import Job
 from pool import WorkerPool
 from ports import free_port
 
@@ -35,3 +37,13 @@ def fresh_workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A job without processes; those that it starts end with the test."""
+    made = Job(tmp_path)
+    yield made
+    for process in made.processes.values():
+        process.kill()
+        process.wait()

@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from forked import Script
 from ports import free_port
 
@@ -74,13 +72,3 @@ class Job:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"{name} still runs {LIMIT_S} s after {first} ended:\n{self.said(name)}") from None
         return codes
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    """A job without processes; those that it starts end with the test."""
-    made = Job(tmp_path)
-    yield made
-    for process in made.processes.values():
-        process.kill()
-        process.wait()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import training
-from model_cases import tiny_model
 from pool import WorkerPool
 from served import run
 
@@ -51,36 +52,21 @@ def test_many_micro_batches_and_models_in_flight(workers: WorkerPool) -> None:
     assert served[0].micro_batches == 8
 
 
-def family_error(
-    rank: int,
-    block: dict[str, Any],
-    kind: str,
-    changes: dict[str, Any],
-    steps: list[list[int]],
-    checkpoint: bool = False,
-) -> list[float]:
-    """By steps, the worst error of outputs and gradients of this rank's documents against each alone, relative."""
-    model, reference = (tiny_model(kind, torch.float64, **changes).train() for _ in range(2))
-    deepspeed_cad.apply(model, block)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = []
-    for lengths in steps:
-        docs = [torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
-        model.zero_grad()
-        reference.zero_grad()
-        batch = training.pack(docs)
-        del batch["labels"]
-        logits = model(**batch, use_cache=False).logits[0]
-        logits.square().sum().backward()
-        worst = 0.0
-        for doc, part in zip(docs, logits.detach().split(lengths)):
-            alone = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
-            alone.square().sum().backward()
-            worst = max(worst, float((part - alone).abs().max() / alone.abs().max()))
-        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
-            if theirs.grad is not None:
-                scale = theirs.grad.abs().max().clamp(min=1e-3)
-                worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
-        found.append(worst)
-    return found
+def _dealt(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradients of a step of two micro-batches, summed over trainers."""
+    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    rows = [[[160, 70, 30], [80, 80]], [[20] * 3, [20, 5]]][rank]
+    batches = [training.pack(training.documents(row, 10 * rank + i)) for i, row in enumerate(rows)]
+    loader = session.look_ahead(batches, model, accumulation=2, global_loss=True)
+    return training.sums_of_all_ranks(loader, model, 2) | {"tokens": session.statistics.tokens}
+
+
+def test_documents_are_dealt_out_to_trainers(workers: WorkerPool) -> None:
+    """By their tokens: servers make attention even."""
+    kept, dealt = (run(workers, 2, 1, _dealt, documents=how)[0][0] for how in ("keep", "auto"))
+    assert kept["tokens"] > 1.5 and dealt["tokens"] < 1.15
+    assert dealt["losses"] == pytest.approx(kept["losses"], rel=1e-10)
+    for name, gradient in kept["gradients"].items():
+        assert np.abs(dealt["gradients"][name] - gradient).max() < 1e-9, name

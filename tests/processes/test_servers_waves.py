@@ -6,17 +6,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from jobs import BLOCK, Job, job
+import torch
+import training
+from jobs import BLOCK, Job
 from landing import counted
+from model_cases import tiny_model
 from pool import WorkerPool
 from ports import free_port
 from served import BLOCK as USUAL
 from served import Served, play
-from test_servers import family_error
 
 import deepspeed_cad
-
-__all__ = ["job"]
 
 LENGTHS = [[420, 3, 39], [60, 1, 230, 37], []]
 KIB = 2**-20
@@ -56,9 +56,26 @@ def _run(
 def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> dict[str, Any]:
     """The worst error of outputs and gradients against each document alone, relative."""
     changes = {"sliding_window": 12, "max_position_embeddings": 512, "num_key_value_heads": 4, "num_attention_heads": 8}
-    worst = max(
-        family_error(rank, block, "gpt_oss", changes, [LENGTHS[(rank + step) % 3] for step in range(2)], checkpoint)
-    )
+    model, reference = (tiny_model("gpt_oss", torch.float64, **changes).train() for _ in range(2))
+    deepspeed_cad.apply(model, block)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    worst = 0.0
+    for step in range(2):
+        docs = training.documents(LENGTHS[(rank + step) % 3], seed=rank)
+        model.zero_grad()
+        reference.zero_grad()
+        ids, positions, _ = training.pack(docs).values()
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        logits.square().sum().backward()
+        for doc, part in zip(docs, logits.detach().split([len(doc) for doc in docs])):
+            alone = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
+            alone.square().sum().backward()
+            worst = max(worst, float((part - alone).abs().max() / alone.abs().max()))
+        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
+            if theirs.grad is not None:
+                scale = theirs.grad.abs().max().clamp(min=1e-3)
+                worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
     session = deepspeed_cad.current_session()
     assert session is not None
     return {"worst": worst, "landing": session.statistics.landing_bytes}
@@ -71,6 +88,7 @@ def _check(found: list[Counted], trainers: int, limit: float) -> None:
     assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
 
 
+SLOW = [pytest.mark.slow]
 LONG = [pytest.mark.slow, pytest.mark.long]
 
 
@@ -79,11 +97,9 @@ LONG = [pytest.mark.slow, pytest.mark.long]
     [
         (2, 1, 510, False, {"overlap": "interleave"}),
         (1, 2, 260, False, {"overlap": "local_first"}),
-        pytest.param(2, 1, 510, False, {"overlap": "interleave", "waves": 3}, marks=[pytest.mark.slow]),
+        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=SLOW),
         pytest.param(1, 2, 560, True, {"overlap": "local_first", "waves": 3}, marks=LONG),
-        pytest.param(2, 1, 380, True, {"overlap": "local_first", "recompute_attention": True}, marks=LONG),
         pytest.param(2, 1, 760, False, {"trainers_serve": False}, marks=LONG),
-        pytest.param(2, 1, 380, True, {"overlap": "none", "keep": "host"}, marks=LONG),
         pytest.param(1, 1, 380, False, {"overlap": "local_first", "on_server_failure": "continue"}, marks=LONG),
     ],
     ids=str,
@@ -96,12 +112,6 @@ def test_exact_within_the_limit(
     _check(found, trainers, kib * 1024)
     assert all(0 < one.result["landing"] <= kib * 1024 for one in found[:trainers])
     assert found[0].waves[0] >= block.get("waves", 1)
-
-
-def test_more_at_once_without_a_limit(workers: WorkerPool) -> None:
-    """What the limit is measured by: as much as this is more than any limit above."""
-    found = _run(workers, 1, 2, _train, False, overlap="local_first")
-    assert {one.waves for one in found} == {(1, 1)} and max(one.most for one in found) > 260 * 1024
 
 
 def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:

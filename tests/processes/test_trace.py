@@ -1,10 +1,9 @@
-"""The timeline of a real run on two processes."""
+"""The timeline of real runs: two processes, two trainers beside a server, and a command."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,38 +12,47 @@ from typing import Any
 import pytest
 import training
 from pool import WorkerPool
+from served import run
 
 import deepspeed_cad
 from deepspeed_cad.cli import main
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace import STEPS, WARM_UP
 
-ROOT = Path(__file__).parents[2]
+LAYERS = 2
+"""Of the model."""
 
 
 def _train(rank: int, world: int, block: dict[str, Any]) -> None:
     model = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block})
+    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block}).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     for step in range(WARM_UP + STEPS):
         lengths = [[260], [40, 30, 9, 1, 50]][rank]
         training.loss_sum(model, training.pack(training.documents(lengths, seed=step))).backward()
     close_session()
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The events of the only file in its folder."""
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def _lanes(events: list[dict[str, Any]], rank: int) -> dict[int, str]:
+    return {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
+
+
 def _lane(events: list[dict[str, Any]], rank: int, name: str) -> Iterator[dict[str, Any]]:
-    lanes = [e for e in events if e["name"] == "thread_name" and e["pid"] == rank and e["args"]["name"] == name]
-    found = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, lanes[0]["tid"])]
+    (lane,) = (tid for tid, of in _lanes(events, rank).items() if of == name)
+    found = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, lane)]
     return iter(sorted(found, key=lambda event: event["ts"]))
 
 
-def test_timeline_of_two_ranks(workers: WorkerPool) -> None:
-    layers, nano_batches, waves = 2, 2, 2
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        workers.run(_train, 2, {"overlap": "interleave", "waves": waves, "trace": str(path)})
-        events = json.loads(path.read_text())["traceEvents"]
+def test_timeline_of_two_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    path, waves = tmp_path / "trace.json", 2
+    workers.run(_train, 2, {"overlap": "interleave", "waves": waves, "trace": str(path)})
+    events = _read(path)
     for rank in range(2):
         assert len(list(_lane(events, rank, "micro-batch"))) == STEPS
         compute = list(_lane(events, rank, "training stream"))
@@ -54,34 +62,43 @@ def test_timeline_of_two_ranks(workers: WorkerPool) -> None:
         } <= names
         # Kept attention is not run again, so there are as many backward calls as forward ones.
         served = Counter(e["cat"] for e in compute if e["name"].startswith("served"))
-        assert served == dict.fromkeys(("forward", "backward"), STEPS * layers * nano_batches * waves)
+        assert served == dict.fromkeys(("forward", "backward"), STEPS * LAYERS * 2 * waves)
         # One stream does one thing at a time (times are rounded to nanoseconds).
         for one, following in zip(compute, compute[1:]):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01
 
 
+def test_timeline_of_a_server(workers: WorkerPool, tmp_path: Path) -> None:
+    """One timeline of all ranks: where trainers wait, and what the server attends meanwhile."""
+    path = tmp_path / "trace.json"
+    run(workers, 2, 1, _train, trace=str(path))
+    events = _read(path)
+    lanes = _lanes(events, 2)
+    assert [*lanes.values()] == ["micro-batch", "serving A", "serving B"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1", "server 2"]
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "served"]
+    served = Counter((lanes[e["tid"]], e["cat"]) for e in spans)
+    assert served == {(f"serving {part}", way): STEPS * LAYERS for part in "AB" for way in ("forward", "backward")}
+    # On one clock: what is served lies inside the micro-batch of the trainers.
+    steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("micro-batch") and e["pid"] < 2]
+    begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
+    assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in spans)
+
+
 SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch.distributed as dist, training, deepspeed_cad
-from deepspeed_cad.session import close_session
+import torch.distributed as dist, test_trace
 dist.init_process_group("gloo")
-model = training.tiny_llama().train()
-deepspeed_cad.apply(model, {{"granularity": 16, "links": training.LINKS}})
-lengths = [[260], [40, 30, 9, 1, 50]][dist.get_rank()]
-for step in range(4):
-    training.loss_sum(model, training.pack(training.documents(lengths, seed=step))).backward()
-close_session()
+test_trace._train(dist.get_rank(), 2, {})
 """
 
 
 @pytest.mark.slow
-def test_cli_traces_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script, output = tmp_path / "train.py", tmp_path / "trace.json"
-    script.write_text(SCRIPT.format(tests=str(ROOT / "tests")))
+def test_cli_traces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    script, output = tmp_path / "train.py", tmp_path / "found" / "trace.json"
+    script.write_text(SCRIPT)
+    output.parent.mkdir()
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     assert main(["trace", "--steps", "2", "--output", str(output), "--", *launch]) == 0
     assert "idle: rank 0 " in capfd.readouterr().out
-    events = json.loads(output.read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace.json", "train.py"]
+    assert {event["pid"] for event in _read(output)} == {0, 1}

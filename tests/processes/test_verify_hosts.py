@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import served
 import torch
 import training
 from engines import import_deepspeed
@@ -29,24 +30,26 @@ def _said() -> list[str]:
     return found
 
 
-def _steps(model: Any, rank: int, backward: Any = None) -> None:
-    model.train()
+def _steps(model: Any, rank: int) -> None:
     for step in range(3):
         batch = training.pack(training.documents(LENGTHS[(rank + step) % 2], seed=10 * step + rank))
-        loss = model(**batch, use_cache=False).loss
-        loss.backward() if backward is None else backward(loss)
+        model(**batch, use_cache=False).loss.backward()
 
 
-def _plain(rank: int, world: int, overlap: str) -> list[str]:
+def _plain(rank: int, world: int, block: dict[str, Any]) -> list[str]:
     said = _said()
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, "overlap": overlap})
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, **block}).train()
     _steps(DistributedDataParallel(model), rank)
     return said
 
 
 @pytest.mark.parametrize("overlap", ["local_first", "interleave"])
-def test_ddp(workers: WorkerPool, overlap: str) -> None:
-    first, second = workers.run(_plain, 2, overlap)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_ddp(workers: WorkerPool, overlap: str, servers: int) -> None:
+    if servers:
+        (first, second), _ = served.run(workers, 2, 1, _plain, overlap=overlap)
+    else:
+        first, second = workers.run(_plain, 2, {"overlap": overlap})
     assert len(first) == 2 and second == []
     for line in first:
         assert "is the same without CAD: loss 4." in line
@@ -69,7 +72,7 @@ def test_documents_that_span_ranks_are_left_out(workers: WorkerPool) -> None:
 
 def _corrupted(rank: int, world: int) -> str:
     """What rank 1 sends back is wrong in one value."""
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY)
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY).train()
     transport = deepspeed_cad.current_session().transport
     give_back = transport.give_back
 
