@@ -46,21 +46,19 @@ def train_step(folder: Path, workload: str, modes: str, *words: str, cad: str = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", [pytest.param("heavy_64k_4r", marks=pytest.mark.long), "stream_64k_4r"])
-def test_modes_train_the_same(tmp_path: Path, workload: str) -> None:
+def test_modes_train_the_same(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     results, table, log = train_step(
-        tmp_path, workload, "dp,dp:kept,dp:kept_host,ulysses,ulysses:kept,ulysses:kept_host,ulysses_joined,"
+        tmp_path, "stream_64k_4r", "dp,dp:kept,dp:kept_host,ulysses,ulysses:kept,ulysses:kept_host,ulysses_joined,"
         'allgather_cp,cad,cad:recompute,cad@{"overlap":"none"},bound,bound_qkv', "--repeats", "2", "--until", "1",
     )  # fmt: skip
     assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".md"}
     exact = [mode for mode in results["modes"].values() if mode["exact"]]
-    assert len(exact) == (11 if workload.startswith("heavy") else 8)
-    # 2 layers in 2 steps; Ulysses trains the rows of all ranks in turn.
-    for name, calls in (("dp", 4), ("ulysses", 4 if workload.startswith("stream") else 8)):
+    assert len(exact) == 8
+    for name in ("dp", "ulysses"):  # 2 layers in 2 steps
         modes = [results["modes"][name + kept] for kept in ("", ":kept", ":kept_host")]
-        assert [mode["attention_calls"]["forward"] for mode in modes] == [[2 * calls] * 2, [calls] * 2, [calls] * 2]
-        assert [mode["attention_calls"]["backward"] for mode in modes] == [[calls] * 2] * 3
+        assert [mode["attention_calls"]["forward"] for mode in modes] == [[8] * 2, [4] * 2, [4] * 2]
+        assert [mode["attention_calls"]["backward"] for mode in modes] == [[4] * 2] * 3
     for mode in exact:
         assert mode["gradient_norm"] == pytest.approx(exact[0]["gradient_norm"], rel=1e-4)
         assert mode["attention_s_mean_without_recompute"] > 0 < mode["tokens_per_s_per_gpu"]["median"]
@@ -90,27 +88,21 @@ def test_other_models_train_the_same(tmp_path: Path, model: str, words: list[str
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
     """Full optimizer steps: losses after the first show gradients too."""
     pytest.importorskip("deepspeed")
-    size = ["--tokens", "512", *TINY, "--tile", "100"]
-    for mode in ("alst", "alst:kept", "cad"):
+    for mode in ("alst", "cad"):
         run = torchrun(
-            2, "benchmarks/alst_step.py", "--mode", mode, *size, "--steps", "2", "--lr", "0.01",
-            "--cad", '{"granularity": 16, "keep": "host"}', "--output", str(tmp_path / f"{mode}.json"),
+            2, "benchmarks/alst_step.py", "--mode", mode, "--tokens", "512", *TINY, "--tile", "100", "--steps", "2",
+            "--lr", "0.01", "--cad", '{"granularity": 16, "keep": "host"}', "--output", str(tmp_path / f"{mode}.json"),
         )  # fmt: skip
         assert run.returncode == 0, run.stderr[-4000:]
-    alst, kept, cad = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("alst", "alst:kept", "cad"))
-    assert cad["ranks"][0]["losses"] == pytest.approx(alst["ranks"][0]["losses"], rel=1e-5)
-    assert kept["ranks"][0]["losses"] == pytest.approx(alst["ranks"][0]["losses"], rel=1e-5)
-    assert kept["ranks"][0]["parked"] > 0
-    assert len(set(cad["ranks"][0]["losses"])) == 3
-    assert cad["ranks"][0]["parked"] > 0 and cad["ranks"][0]["waited"] > 0 and alst["ranks"][0]["waited"] is None
+    alst, cad = (json.loads((tmp_path / f"{mode}.json").read_text())["ranks"][0] for mode in ("alst", "cad"))
+    assert cad["losses"] == pytest.approx(alst["losses"], rel=1e-5) and len(set(cad["losses"])) == 3
+    assert cad["parked"] > 0 and cad["waited"] > 0 and alst["waited"] is None
     words = [sys.executable, "benchmarks/alst_step.py", "--table", str(tmp_path)]
     table = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
     assert re.search(r"^\| alst \|.* 1\.000 ", table, re.MULTILINE) and "| cad |" in table
-    assert re.search(r"^\| alst:kept \|.* \| 1\.000 \| 0\.0 ", table, re.MULTILINE)
 
 
 @pytest.mark.long
@@ -164,27 +156,23 @@ def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) 
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [False, True])
 def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts: bool) -> None:
     # Servers tell twice a second how long they attended: as many steps as last longer.
     size = [*TINY, *"--tokens 512 --warmup 1 --steps 15".split()]
     launcher = ["benchmarks/run_on_hosts.py", "0,1", "host"] if hosts else ["-m", "deepspeed_cad.run"]
+    found = []
     for name, block in (("reserved_x", {"servers": {"reserved": 1}}), ("in-place_x", {})):
         script = ["--cad", json.dumps(block), "benchmarks/servers_step.py", *size]
         run = torchrun(2, *launcher, *script, "--output", str(tmp_path / f"{name}.json"))
         assert run.returncode == 0, run.stderr[-4000:]
-    reserved, in_place = (json.loads((tmp_path / f"{name}_x.json").read_text()) for name in ("reserved", "in-place"))
-    assert [(one["trainers"], one["servers"]) for one in (reserved, in_place)] == [(1, 1), (2, 0)]
-    assert reserved["ranks"][0]["loss"] == pytest.approx(in_place["ranks"][0]["loss"], rel=1e-5)
-    assert reserved["ranks"][0]["linear_s_per_token"][0] > 0 and 0 < reserved["ranks"][0]["servers_idle"] < 1
-    for one in (reserved, in_place):
-        assert ("between" in one["ranks"][0]["links"]) == hosts, one["ranks"][0]["links"]
-        assert bool(one["link_GBps"]["between"]) == hosts
-        assert len(set(one["settings"]["hosts"].split(","))) == 1 + hosts
-        assert one["settings"]["heads"] == 8 and one["kernel"] == "torch_math"
-    table = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/servers_step.py", "--table", tmp_path], capture_output=True, text=True,
-        check=True, timeout=120,
-    ).stdout  # fmt: skip
+        found.append(json.loads((tmp_path / f"{name}.json").read_text()))
+        assert bool(found[-1]["link_GBps"]["between"]) == hosts
+        assert len(set(found[-1]["settings"]["hosts"].split(","))) == 1 + hosts
+    assert [(one["trainers"], one["servers"]) for one in found] == [(1, 1), (2, 0)]
+    reserved, in_place = (one["ranks"][0] for one in found)
+    assert reserved["loss"] == pytest.approx(in_place["loss"], rel=1e-5)
+    assert reserved["linear_s_per_token"][0] > 0 and 0 < reserved["servers_idle"] < 1
+    words = [sys.executable, ROOT / "benchmarks/servers_step.py", "--table", tmp_path]
+    table = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
     assert re.search(r"\| reserved_x \| 1 \+ 1 \| c10d \|", table) and "| in-place_x | 2 + 0 | c10d |" in table

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from pool import WorkerError, WorkerPool
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -34,51 +32,6 @@ def _pieces(document: torch.Tensor, rank: int, world: int) -> dict[str, torch.Te
     size = len(document) // world
     rows = slice(rank * size, (rank + 1) * size if rank < world - 1 else len(document))
     return {"input_ids": document[None, rows], "position_ids": torch.arange(len(document))[None, rows]}
-
-
-def _looks(rank: int, world: int, block: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Evaluation, log-probabilities in train mode and training in turn; ranks have unequal numbers of batches."""
-    model, reference = _model({**TOGETHER, **block}, **changes), training.tiny_llama(**changes)
-    session = deepspeed_cad.current_session()
-    whole = training.documents([60 * world + 7], seed=3)
-    mine = [training.documents([200 if rank == step % world else 20, 9], 10 * step + rank) for step in range(rank + 2)]
-    for training_mode in (False, True):
-        model.train(training_mode)
-        with torch.no_grad():
-            found = model(**_pieces(whole[0], rank, world)).logits[0]
-            expected = _alone(reference, whole)[0][rank * ((60 * world + 7) // world) :]
-            assert (found - expected[: len(found)]).abs().max() < 1e-10
-            seen = 0
-            for docs in session.look_ahead([training.pack(docs) for docs in mine], model):
-                found = model(input_ids=docs["input_ids"], position_ids=docs["position_ids"]).logits[0]
-                assert (found - torch.cat(_alone(reference, mine[seen]))).abs().max() < 1e-10
-                seen += 1
-            assert seen == len(mine)
-    model.train()
-    for docs in mine[:2]:
-        training.step_as_alone(model, training.tiny_llama(**changes), docs)
-    counted, of_training = session.forward_only.copy(), session.statistics
-    return {
-        "looks": counted.micro_batches, "trained": of_training.micro_batches, "balance": counted.imbalance,
-        "before": counted.imbalance_before,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("world", "block", "changes"),
-    [
-        (2, {}, {}), (4, {}, {}), (3, {"look_ahead": 0, "overlap": "none"}, {}),
-        (2, {"overlap": "interleave", "recompute_attention": True}, {"num_key_value_heads": 1}),
-        (2, {"keep": "host", "memory": 0.00008}, {}),
-    ],
-    ids=["2", "4", "nothing hidden", "interleave", "waves"],
-)  # fmt: skip
-def test_all_ranks_together(workers: WorkerPool, world: int, block: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Equal to each document alone, in eval and train mode, with a document of all ranks' length among them."""
-    for found in workers.run(_looks, world, block, changes):
-        # The document on all ranks, and as many batches as the rank has that has most; both twice.
-        assert found["looks"] == 2 * (1 + world + 1) and found["trained"] == 2
-        assert found["balance"] < 1.3 < found["before"] or "memory" in block
 
 
 def _fsdp1(rank: int, world: int, late: bool) -> int:
@@ -157,42 +110,6 @@ def test_generation_is_local(workers: WorkerPool, block: dict[str, Any]) -> None
 
 
 # One error on every rank
-
-QUICK = {**TOGETHER, "timeout_s": 6.0}
-
-
-def _one_look(rank: int, world: int, how: str) -> None:
-    model = _model(QUICK)
-    docs = training.pack(training.documents([30, 4], seed=rank))
-    training.loss_sum(model, docs).backward()
-    if rank == 1:
-        model.eval() if how == "in a step" else None
-        with torch.set_grad_enabled(how == "in a step"):
-            loss = training.loss_sum(model, docs)
-            if how == "in a step":
-                loss.backward()
-    elif how == "a barrier":
-        dist.barrier()
-    else:
-        training.loss_sum(model, docs).backward()
-
-
-@pytest.mark.parametrize("how", ["a barrier", "in a step", "a step"])
-def test_a_rank_that_looks_alone_is_named(fresh_workers: WorkerPool, how: str) -> None:
-    """With where it is, and where the other one is."""
-    fresh_workers.run(_start, 2)
-    begun = time.monotonic()
-    with pytest.raises(WorkerError) as caught:
-        fresh_workers.run(_one_look, 2, how, timeout=60.0)
-    assert time.monotonic() - begun < 30
-    text = caught.value.errors[1]
-    assert text is not None and text[0] in ("CADPeerError", "CADDataError"), caught.value
-    assert "document lengths at the forward without backward number 0" in text[1], text[1]
-    assert ("rank 0" in text[1]) and ("barrier" in text[1] or "document lengths at the forward number 1" in text[1])
-
-
-def _start(rank: int, world: int) -> None:
-    dist.barrier()
 
 
 def _spans(rank: int, world: int) -> None:

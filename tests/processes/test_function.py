@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import cases
 import pytest
 import served
 import torch
@@ -18,12 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import training
 from pool import WorkerPool
-from ports import free_port
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import deepspeed_cad
-from deepspeed_cad.ahead.gather import Gatherer
-from deepspeed_cad.kernels.torch_math import TorchMath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -54,30 +51,9 @@ OPTIONS = {
     "plain": Asked(),
     "one KV head": Asked(kv_heads=1),
     "no groups": Asked(kv_heads=8),
-    "window": Asked(window=13),
-    "softcap": Asked(softcap=3.0),
-    "sinks": Asked(sinks=True),
     "another value size, as MLA has": Asked(heads=4, kv_heads=4, dim=24, value=16, scale=0.3),
     "all": Asked(window=21, softcap=2.0, scale=0.5, sinks=True, value=8),
 }
-
-
-def dense(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, *, softmax_scale: float | None = None,
-    window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None, **_: Any,
-) -> torch.Tensor:  # fmt: skip
-    """O [T, H, V] of one document, by the definition."""
-    k, v = (x.repeat_interleave(q_THD.shape[1] // x.shape[1], 1) for x in (k_TKD, v_TKV))
-    scores = torch.einsum("qhd,khd->hqk", q_THD, k) * (
-        q_THD.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    )
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    away = torch.arange(len(q_THD))[:, None] - torch.arange(len(q_THD))
-    hidden = (away < 0) | (away >= (len(q_THD) if window is None else window))
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q_THD), 1)], -1)
-    return torch.einsum("hqk,khv->qhv", scores.softmax(-1)[..., : len(q_THD)], v)
 
 
 class EachAlone:
@@ -86,8 +62,12 @@ class EachAlone:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
 
-    def attend(self, *rows: torch.Tensor, **given: Any) -> torch.Tensor:
-        return torch.cat([dense(*one, **given) for one in zip(*(x.split(self.lengths) for x in rows))])
+    def attend(
+        self, *rows: torch.Tensor, softmax_scale: float | None = None, layer: object = None, **given: Any
+    ) -> torch.Tensor:
+        scale = rows[0].shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+        parts = zip(*(x.split(self.lengths) for x in rows))
+        return torch.cat([cases.document_attention(*one, scale, **given) for one in parts])
 
 
 def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block: dict[str, Any]) -> int:
@@ -133,30 +113,23 @@ def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block:
     return cad.session.counts.forwards
 
 
-@pytest.mark.parametrize(("world", "spans"), [(2, False), (3, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("world", "spans"), [(2, False), (4, False), (3, True)])
 def test_every_option_is_exact(workers: WorkerPool, world: int, spans: bool) -> None:
     found = workers.run(options, world, SPANNING if spans else UNEVEN, spans, BLOCK)
     assert found == [2 * len(OPTIONS)] * world
-
-
-def _with_server(rank: int, world: int, port: int, block: dict[str, Any]) -> Any:
-    return served.play(rank, world, port, block, _options_of_trainers)
 
 
 def _options_of_trainers(rank: int, world: int, block: dict[str, Any]) -> int:
     return options(rank, world, UNEVEN, False, block)
 
 
-def test_reserved_servers(fresh_workers: WorkerPool) -> None:
-    block = {**BLOCK, "servers": {"reserved": 1}}
-    *trainers, server = fresh_workers.run(_with_server, 3, free_port(), block, joined=False, timeout=120.0)
-    assert trainers == [2 * len(OPTIONS)] * 2 and server.code == 0 and server.micro_batches == len(OPTIONS)
+def test_reserved_servers(workers: WorkerPool) -> None:
+    found, (server,) = served.run(workers, 2, 1, _options_of_trainers, granularity=8)
+    assert found == [2 * len(OPTIONS)] * 2 and server.micro_batches == len(OPTIONS)
 
 
 def _divided(rank: int, world: int, by: str) -> int:
     """Ranks 0 and 1, and 2 and 3, have the same documents and half of the heads each; or none divides them."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     shares = 1 if by == "one group" else 2
     mesh = init_device_mesh("cpu", (world // shares, shares), mesh_dim_names=("dp", "tp"))
     cad = deepspeed_cad.open(BLOCK, **({"mesh": mesh} if by == "mesh" else {"group": mesh.get_group("dp")}))
@@ -212,9 +185,7 @@ WAYS: dict[str, tuple[Any, Callable[[own_model.Decoder], Any] | None]] = {
     "as it is": (_straight, None),
     "reentrant checkpointing": (_reentrant, None),
     "selective checkpointing": (_selective, None),
-    "compiled": (_straight, _compiled),
     "compiled, checkpointing": (checkpoint, _compiled),
-    "FSDP2": (checkpoint, _sharded),
     "FSDP2, reentrant": (_reentrant, _sharded),
 }
 
@@ -267,10 +238,9 @@ def train(rank: int, world: int, way: str) -> tuple[int, int]:
     return cad.session.counts.forwards, cad.session.counts.replays
 
 
-SELDOM = {"compiled": [pytest.mark.slow, pytest.mark.long], "compiled, checkpointing": [pytest.mark.slow]}
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=SELDOM.get(way, ())) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if "compiled" in way else ()) for way in WAYS]
+)
 def test_a_model_of_ones_own_is_exact(workers: WorkerPool, way: str) -> None:
     """Three layers and micro-batches; what checkpointing runs again is taken from what was kept."""
     again = 0 if WAYS[way][0] is _straight else 9
@@ -310,117 +280,93 @@ def test_evaluation(workers: WorkerPool) -> None:
     assert workers.run(_evaluate, 2) == [(0, 1)] * 2
 
 
-# As many launches as by transformers
-
-
-def _count(rank: int, world: int, by: str) -> dict[str, int]:
-    """What attention of a model does in the second of two micro-batches: by transformers, or by the function."""
-    seen: Counter[str] = Counter()
-    own = UNEVEN[rank]
-
-    def count(home: Any, name: str) -> Any:
-        original = getattr(home, name)
-
-        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen[f"{home.__name__}.{name}"] += 1
-            return original(self, *args, **kwargs)
-
-        return mock.patch.object(home, name, counted)
-
-    if by == "transformers":
-        model = deepspeed_cad.apply(training.tiny_llama(num_hidden_layers=3), BLOCK)
-    else:
-        model, cad = _model(), deepspeed_cad.open(BLOCK)
-    with count(TorchMath, "forward"), count(TorchMath, "backward"), count(Gatherer, "gather"):
-        for _ in range(2):
-            seen.clear()
-            before = deepspeed_cad.current_session().transport.exchanges
-            if by == "transformers":
-                loss = training.loss_sum(model, training.pack(training.documents(own, 0)))
-            else:
-                loss = _loss(model, *_rows(own, 0), cad.plan([0, *torch.tensor(own).cumsum(0)]))
-            loss.backward()
-    return {**seen, "exchanges": deepspeed_cad.current_session().transport.exchanges - before}
-
-
-def test_as_many_launches_as_by_transformers(workers: WorkerPool) -> None:
-    """Kernels, exchanges and collectives of the host, of a model with the same layers and heads."""
-    ours, theirs = (workers.run(_count, 2, by) for by in ("function", "transformers"))
-    assert ours == theirs and ours[0]["exchanges"] == 4 * 3, ours
-
-
 # Mistakes
 
 
-def _twice(cad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    step = cad.plan([0, 90])
+def make(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def _twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    step = deepspeed_cad.open(BLOCK).plan([0, 90])
     for _ in range(2):
         step.attend(q, k, v, layer=0).sum().backward()
 
 
-def _never(cad: Any, *qkv: torch.Tensor) -> None:
+def _never(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    cad = deepspeed_cad.open(BLOCK)
     cad.plan([0, 90])
-    cad.plan([0, 90]).attend(*qkv, layer=0)
+    cad.plan([0, 90]).attend(q, k, v, layer=0)
 
 
-def _no_gradients(cad: Any, *qkv: torch.Tensor) -> None:
+def _without_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     with torch.no_grad():
-        step = cad.plan([0, 90])
-    step.attend(*qkv, layer=0)
+        step = deepspeed_cad.open(BLOCK).plan([0, 90])
+    step.attend(q, k, v, layer=0)
 
 
-def _another_name_in_backward(cad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    step, names = cad.plan([0, 90]), iter("ab")
+def _another_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    step, names = deepspeed_cad.open(BLOCK).plan([0, 90]), iter("ab")
     again = lambda x: step.attend(x, k, v, layer=next(names)).sin()  # noqa: E731
     checkpoint(again, q, use_reentrant=False).sum().backward()
 
 
-def _attends(change: Callable[..., tuple[torch.Tensor, ...]], **given: Any) -> Callable[..., Any]:
+def _mesh_and_group(*_: torch.Tensor) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    deepspeed_cad.open(BLOCK, mesh=mesh, group=mesh.get_group())
+
+
+def _plan(*given: Any, **named: Any) -> Callable[..., Any]:
+    return lambda q, k, v: deepspeed_cad.open(BLOCK).plan(*given, **named)
+
+
+def _rows_of(change: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
+    """Rows that are not those of the plan."""
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
-    return lambda cad, *qkv: cad.plan([0, 90], **sizes).attend(*change(*qkv), layer=3, **given)
+    return lambda q, k, v: deepspeed_cad.open(BLOCK).plan([0, 90], **sizes).attend(*change(q, k, v), layer=3)
 
 
-MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
-    "twice": (_twice, "layer 0 was called twice in one forward. Each forward needs a plan of its own"),
-    "never": (_never, "a micro-batch that was planned before this one was never attended"),
-    "no gradients": (_no_gradients, "planned under torch.no_grad(), and now a backward is to come"),
-    "name": (_another_name_in_backward, "layer b runs in a backward, but did not in the forward"),
-    "nothing": (lambda cad, *_: cad.plan(), "neither cu_seqlens nor position_ids"),
-    "axes": (lambda cad, *_: cad.plan(position_ids=torch.zeros(3, 1, 90)), "axes do not say where documents begin"),
-    "both": (lambda cad, *_: cad.plan([0, 50], torch.arange(50) % 40), "cu_seqlens and position_ids disagree"),
-    "sinks": (_attends(lambda *qkv: qkv, sinks=torch.zeros(4)), "sinks have shape [4]; the plan of this micro-batch"),
-    "tokens": (_attends(lambda q, k, v: (q[1:], k, v)), "layer 3: q has shape [89, 8, 16]; the plan"),
-    "axes of q": (_attends(lambda q, k, v: (q[None], k, v)), "layer 3: q has shape [1, 90, 8, 16]; the plan"),
-    "values": (_attends(lambda q, k, v: (q, k, v[..., :12])), "layer 3: v has shape [90, 4, 12]; the plan"),
-    "dtype": (_attends(lambda q, k, v: (q, k.float(), v)), "layer 3: k is torch.float32 on cpu; the plan"),
+MISTAKES: dict[str, Callable[..., Any]] = {
+    "layer 0 was called twice in one forward. Each forward needs a plan of its own": _twice,
+    "a micro-batch that was planned before this one was never attended": _never,
+    "missing 1 required keyword-only argument: 'layer'": lambda *qkv: _plan([0, 90])(*qkv).attend(*qkv),
+    "planned under torch.no_grad(), and now a backward is to come": _without_gradients,
+    "layer b runs in a backward, but did not in the forward": _another_name,
+    "neither cu_seqlens nor position_ids": _plan(),
+    "positions of several axes do not say where documents begin. Pass cu_seqlens": _plan(
+        position_ids=torch.zeros(3, 1, 90, dtype=torch.long)
+    ),
+    "cu_seqlens and position_ids disagree": _plan([0, 50, 90], torch.tensor([*range(40), *range(50)])),
+    "got a mesh and a group, which say the same": _mesh_and_group,
+    "rank 1 passed none as its group": lambda *_: deepspeed_cad.open(
+        BLOCK, group=None if dist.get_rank() else dist.group.WORLD
+    ),
+    "sinks have shape [4]; the plan of this micro-batch expects [8]": lambda *qkv: _plan([0, 90])(*qkv).attend(
+        *qkv, layer=0, sinks=make(4)
+    ),
+    "layer 3: q has shape [89, 8, 16]; the plan of this micro-batch expects [90, 8, 16]": _rows_of(
+        lambda q, k, v: (q[1:], k, v)
+    ),
+    "layer 3: q has shape [1, 90, 8, 16]; the plan of this micro-batch expects [90, 8, 16]": _rows_of(
+        lambda q, k, v: (q[None], k, v)
+    ),
+    "layer 3: v has shape [90, 4, 12]; the plan of this micro-batch expects [90, 4, 16]": _rows_of(
+        lambda q, k, v: (q, k, v[..., :12])
+    ),
+    "layer 3: k is torch.float32 on cpu; the plan of this micro-batch expects torch.float64 on cpu": _rows_of(
+        lambda q, k, v: (q, k.float(), v.float())
+    ),
 }
 
 
-def _mistake(rank: int, world: int, which: str) -> None:
-    qkv = (torch.randn(90, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (8, 4, 4))
-    MISTAKES[which][0](deepspeed_cad.open(BLOCK), *qkv)
+def _mistake(rank: int, world: int, words: str) -> None:
+    MISTAKES[words](make(90, 8, 16), make(90, 4, 16), make(90, 4, 16))
 
 
-def _grouped(rank: int, world: int, both: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)) if both else None
-    deepspeed_cad.open(BLOCK, mesh=mesh, group=dist.group.WORLD if both or not rank else None)
-
-
-@pytest.mark.parametrize(
-    ("both", "words"),
-    [(True, "got a mesh and a group, which say the same"), (False, "rank 1 passed none as its group")],
-)
-def test_groups_that_say_too_much_or_too_little(workers: WorkerPool, both: bool, words: str) -> None:
-    errors, _ = workers.try_run(_grouped, 2, both)
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_named(workers: WorkerPool, words: str) -> None:
+    errors, _ = workers.try_run(_mistake, 2, words)
     assert all(error is not None and words in error[1] for error in errors), errors
-
-
-@pytest.mark.parametrize("which", MISTAKES)
-def test_mistakes_are_named(workers: WorkerPool, which: str) -> None:
-    errors, _ = workers.try_run(_mistake, 2, which)
-    assert all(error is not None and MISTAKES[which][1] in error[1] for error in errors), errors
 
 
 @pytest.mark.parametrize("block", [{"overlap": "interleave"}, {"verify": 1}, {"documents": "deal"}, {"enabled": False}])

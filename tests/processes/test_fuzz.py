@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzz.case import Case, Fate, Plant
-from fuzz.fuzz import run, run_case
+from fuzz.case import Case
+from fuzz.fuzz import run
 from fuzz.judge import judge
 from fuzz.play import Played, play
 from fuzz.soak import grown, soak
@@ -59,18 +59,3 @@ def _broken(rank: int, world: int, line: str, what: str) -> Played:
 )
 def test_a_defect_is_seen(workers: WorkerPool, what: str, kind: str) -> None:
     assert kind in judge(SMALL, workers.run(_broken, 2, SMALL.to_line(), what))
-
-
-def test_a_planted_exception_is_caught(workers: WorkerPool) -> None:
-    case = replace(SMALL, plant=Plant("loss", -1, 0, 0, caught=True))
-    played = workers.run(play, 2, case.to_line())
-    assert judge(case, played) == "" and [(one.caught, one.trained) for one in played] == [(1, 1)] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["dispatch served", "backward return"])
-def test_a_server_is_killed(workers: WorkerPool, what: str) -> None:
-    block = {**SMALL.block, "on_server_failure": "continue"}
-    case = replace(SMALL, servers=1, block=block, fates=(Fate(0, "KILL", what, 1),))
-    failure, played = run_case(workers, case)
-    assert not failure and played[2] is None and [one.trained for one in played[:2] if one] == [2, 2]

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import gpu_check
 import pytest
+import torch
 from forked import Script
 from gpu_check import Launch, start
 
@@ -59,6 +60,13 @@ def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: s
     assert {row["state"] for row in found["table"]} == {"passed"}
     assert f"{len(found['table'])} passed, 0 failed, 0 skipped in " in said.splitlines()[-1]
     assert {row["what"].split()[0] for row in found["table"]} == set(checks.split())
+
+
+def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_check.main([]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert "sees no GPU" in first and last == f"0 passed, 0 failed, {len(gpu_check.GROUPS)} skipped"
 
 
 def test_a_hang_is_one_failed_line(tmp_path: Path) -> None:

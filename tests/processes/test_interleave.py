@@ -13,7 +13,6 @@ import torch
 import training
 from model_cases import tiny_model
 from pool import WorkerPool
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaModel
 
 import deepspeed_cad
@@ -110,94 +109,6 @@ def test_one_part_is_on_its_way_while_the_other_has_its_linear_layers(workers: W
         assert events == forward + backward
 
 
-# Exactness
-
-
-def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str, changes: dict[str, Any]) -> str:
-    """Three micro-batches of one step with a look at other data between, against each document alone."""
-    reference = training.tiny_llama()
-    model = _apply(training.tiny_llama(**changes), **block)
-    if checkpoint in CHECKPOINTING:
-        model.gradient_checkpointing_enable(CHECKPOINTING[checkpoint])
-    elif checkpoint:
-        _wrap(model, reentrant=checkpoint == "reentrant wrappers")
-    session = deepspeed_cad.current_session()
-    batches = [training.documents(LENGTHS[i % 2][(rank + i) % len(LENGTHS[0])], seed=10 * i + rank) for i in range(3)]
-    # Two in flight, and their backward in the other order.
-    losses = [training.loss_sum(model, training.pack(docs)) for docs in batches[:2]]
-    losses[1].backward()
-    model.eval()
-    with torch.no_grad():
-        training.loss_sum(model, training.pack(batches[0] or batches[1]))
-    model.train()
-    losses[0].backward()
-    losses.append(training.loss_sum(model, training.pack(batches[2])))
-    losses[2].backward()
-    everything = [doc for docs in batches for doc in docs]
-    expected, gradients = training.alone(reference, everything)
-    assert abs(sum(float(loss.detach()) for loss in losses) - expected) < 1e-8
-    training.assert_gradients(model, gradients, 1e-9)
-    assert session.transport.bytes_sent > 0 or rank
-    return _reason(model)
-
-
-def _selective() -> Any:
-    keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    return create_selective_checkpoint_contexts(
-        lambda context, operation, *args, **kwargs: (
-            CheckpointPolicy.MUST_SAVE if operation in keep else CheckpointPolicy.PREFER_RECOMPUTE
-        )
-    )
-
-
-CHECKPOINTING: dict[str, dict[str, Any]] = {
-    "non-reentrant": {"use_reentrant": False},
-    "reentrant": {"use_reentrant": True},
-    "to its end": {"use_reentrant": False, "early_stop": False},
-    "selective": {"use_reentrant": False, "context_fn": _selective},
-}
-
-
-def _wrap(model: torch.nn.Module, reentrant: bool) -> None:
-    """Torch's own wrappers around layers, of which CAD's look at the model does not know."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        CheckpointImpl,
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-    )
-
-    how = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    layer = type(model.model.layers[0])
-    model.enable_input_require_grads()
-    apply_activation_checkpointing(
-        model, functools.partial(checkpoint_wrapper, checkpoint_impl=how), lambda module: isinstance(module, layer)
-    )
-
-
-@pytest.mark.parametrize(
-    ("block", "checkpoint", "why"),
-    [
-        ({}, "", ""),
-        ({}, "non-reentrant", ""),
-        *(
-            pytest.param(*one, marks=[pytest.mark.slow, pytest.mark.long])
-            for one in [
-                ({"recompute_attention": True}, "non-reentrant", ""),
-                ({"look_ahead": 0}, "", ""),
-                ({}, "to its end", ""),
-                ({}, "selective", ""),
-                ({}, "wrappers", ""),
-                ({}, "reentrant wrappers", "reentrant"),
-                ({}, "reentrant", "reentrant"),
-            ]
-        ),
-    ],
-)
-def test_every_way_is_exact(workers: WorkerPool, block: dict[str, Any], checkpoint: str, why: str) -> None:
-    for reason in workers.run(_train, 3, block, checkpoint, {}):
-        assert why in reason and bool(why) == bool(reason)
-
-
 # What models return, and what they draw
 
 
@@ -253,26 +164,3 @@ def _with_dropout(rank: int, world: int) -> None:
 def test_dropout_is_repeated_under_checkpointing(workers: WorkerPool) -> None:
     """A layer that runs again draws what it drew, although the other nano-batch drew in the middle of it."""
     workers.run(_with_dropout, 2)
-
-
-def _compiled(rank: int, world: int) -> tuple[str, int]:
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    reference, model = training.tiny_llama(), _apply(training.tiny_llama())
-    counters.clear()
-    # torch compiles no single layer that is checkpointed and has a graph break
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    run = torch.compile(model, backend="aot_eager")
-    docs = training.documents(LENGTHS[0][rank], seed=rank)
-    for _ in range(2):
-        training.loss_sum(run, training.pack(docs)).backward()
-    expected = {name: 2 * one for name, one in training.alone(reference, docs)[1].items()}
-    training.assert_gradients(model, expected)
-    return _reason(model), counters["stats"]["calls_captured"]
-
-
-@pytest.mark.slow
-def test_compiled(workers: WorkerPool) -> None:
-    for reason, captured in workers.run(_compiled, 2, timeout=100.0):
-        assert not reason and captured > 0

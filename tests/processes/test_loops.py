@@ -38,7 +38,7 @@ def interleaved(**block: Any) -> dict[str, Any]:
     return {"overlap": "interleave", **block}
 
 
-RIGHT = {
+RIGHT: dict[str, Case] = {
     # Loaders of unequal lengths that every rank leaves at the same place.
     "break": loop(batches=(3, 4), stop=3, epochs=3),
     "islice": loop(batches=(3, 4), stop=2, epochs=3, islice=True),
@@ -51,21 +51,37 @@ RIGHT = {
     "padded on the left": loop(block=interleaved(), forms=("left",)),
     "numbers, padded": loop(forms=("rows none numbers",)),
     "additive": loop(block=interleaved(), forms=("row none bias",)),
-    "a stream": loop(3, block=interleaved(), forms=("stream",)),
+    "a stream": loop(3, block={"overlap": "interleave"}, forms=("stream",)),
+    "a stream, sinks": loop(model="gpt_oss", forms=("stream",)),
+    "a stream, latent attention": loop(model="deepseek_v3", forms=("stream",)),
     "streams, some in zigzag": loop(3, block={"waves": 2}, forms=("stream",), batches=(4,) * 3),
-    # One rank evaluates more often than the other.
+    # Documents are dealt out, and the longest are cut.
+    "dealt": loop(3, block={"documents": "deal"}, accumulation=2),
+    "dealt, padded": loop(3, block={"documents": "deal"}, accumulation=2, forms=("right",)),
+    # One rank evaluates more often than the other; all ranks look together, also at a document of all.
     "evaluation": loop(evaluate=1),
+    "looks": loop(3, {"forward_only": "balanced", "overlap": "interleave", "look_ahead": 0}, look=1, evaluate=1),
+    "looks at streams": loop(
+        block={"forward_only": "balanced", "keep": "host", "memory": 2e-4}, look=1, forms=("stream",)
+    ),
+    # Nano-batches that alternate over the decoder, of two micro-batches in flight.
+    "interleaved": loop(3, interleaved(recompute_attention=True), flight=2, checkpoint="plain"),
+    "interleaved, reentrant": loop(3, interleaved(), flight=2, checkpoint="reentrant"),
     # Beside reserved servers.
     "2 + 1": loop(servers=1, batches=(3, 3)),
     "1 + 2": loop(1, servers=2, batches=(3,)),
     "3 + 3": loop(3, servers=3, batches=(3,) * 3),
     "1 + 1": loop(1, servers=1, batches=(3,)),
-    "2 + 3": loop(2, servers=3, batches=(3, 3)),
-    "3 + 1": loop(3, servers=1, batches=(3,) * 3),
     "2 + 1, a stream": loop(servers=1, forms=("stream",)),
-    "3 + 1, a stream": loop(3, servers=1, forms=("stream",)),
 }
-SELDOM = {"3 + 3": SLOW, "1 + 1": LONG, "2 + 3": LONG, "3 + 1": LONG, "3 + 1, a stream": LONG}
+SELDOM = {
+    "interleaved, reentrant": LONG,
+    "3 + 3": SLOW,
+    "1 + 1": LONG,
+    "2 + 3": LONG,
+    "3 + 1": LONG,
+    "3 + 1, a stream": LONG,
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM.get(name, ())) for name in RIGHT])

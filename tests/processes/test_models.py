@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.models import is_mixture, refuse_model
 from model_cases import FAMILIES, NEW, Family, known_kind, tiny_config, tiny_model
@@ -19,8 +18,6 @@ from deepspeed_cad.errors import CADUnsupportedError
 
 LENGTHS = [[150, 3, 39], [20, 40, 1, 30, 37]]
 """Documents of each rank: the first has most of the attention."""
-SPANNING = ([200, 3, 20, 17], 120)
-"""Documents of one stream, and its rows per rank: the first document lies on both ranks."""
 
 
 def _need(family: Family) -> None:
@@ -101,26 +98,6 @@ def _whole_documents(rank: int, world: int, family: Family, overlap: str, checkp
     return {"logits": _difference(logits.detach()[0], torch.cat(expected)), **_compare(model, reference), **_figures()}
 
 
-def _spanning_documents(rank: int, world: int, family: Family, overlap: str) -> dict[str, Any]:
-    """A stream cut into equal rank parts: logits, and gradients summed over ranks."""
-    import deepspeed_cad
-
-    lengths, rows = SPANNING
-    reference = _build(family, None)
-    model = deepspeed_cad.apply(_build(family, None), _settings(overlap))
-    numbered = list(enumerate(lengths))
-    here = slice(rank * rows, (rank + 1) * rows)
-    ids = torch.cat([_document(*one) for one in numbered])[here].unsqueeze(0)
-    positions = torch.cat([torch.arange(length) for length in lengths])[here].unsqueeze(0)
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    expected = torch.cat(_alone(reference, numbered))[here]
-    weights = torch.cat([_weights(number, torch.zeros(length, 96, dtype=logits.dtype)) for number, length in numbered])
-    (logits[0] * weights[here]).sum().backward()
-    for gradient in (p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None):
-        dist.all_reduce(gradient)
-    return {"logits": _difference(logits.detach()[0], expected), **_compare(model, reference), **_figures()}
-
-
 def _compare(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
     got, expected = _gradients(model), _gradients(reference)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
@@ -180,12 +157,6 @@ def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""
     _need(family)
     _check(workers.run(_whole_documents, 2, family, "interleave", "plain"), family)
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_documents_that_span_ranks(workers: WorkerPool, kind: str) -> None:
-    family = next(one for one in FAMILIES if one.kind == kind)
-    _check(workers.run(_spanning_documents, 2, family, "local_first"), family)
 
 
 def test_table_is_what_is_tested() -> None:

@@ -28,7 +28,7 @@ def _profile(folder: Path, pair: float) -> str:
     return str(path)
 
 
-def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, steps: int = 2) -> dict[str, Any]:
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> dict[str, Any]:
     reference, model = training.tiny_llama(num_hidden_layers=3), training.tiny_llama(num_hidden_layers=3)
     deepspeed_cad.apply(model, block)
     if checkpoint:
@@ -37,7 +37,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, st
     session = deepspeed_cad.current_session()
     assert session is not None and session.config.overlap_used == "interleave"
     loads = []
-    for step in range(steps):
+    for step in range(STEPS):
         own = training.documents(LENGTHS[trainers][rank], seed=100 * step + rank)
         training.step_as_alone(model, reference, own)
         loads.append(session.take_statistics("test").load)
@@ -49,20 +49,16 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool, st
         "reason": session.find_binding(model).in_turn,
         "idle": session.statistics.servers_idle,
         # Forward and backward of both parts of every layer.
-        "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * steps,
+        "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * STEPS,
     }
 
 
 @pytest.mark.parametrize(
-    ("trainers", "checkpoint", "serve"),
-    [(2, True, True), pytest.param(1, False, False, marks=[pytest.mark.slow, pytest.mark.long])],
+    ("trainers", "checkpoint"), [(2, True), pytest.param(1, False, marks=[pytest.mark.slow, pytest.mark.long])]
 )
-def test_same_as_each_document_alone(
-    workers: WorkerPool, tmp_path: Path, trainers: int, checkpoint: bool, serve: bool
-) -> None:
+def test_same_as_each_document_alone(workers: WorkerPool, tmp_path: Path, trainers: int, checkpoint: bool) -> None:
     """Linear layers take far longer than what is called attention here: once that is known, trainers attend nothing."""
-    cost = _profile(tmp_path, 1e-12)
-    results, _ = run(workers, trainers, 1, _train, checkpoint, STEPS, cost=cost, trainers_serve=serve)
+    results, _ = run(workers, trainers, 1, _train, checkpoint, cost=_profile(tmp_path, 1e-12))
     # Servers tell trainer 0 how long they attended.
     assert 0 < results[0]["idle"] < 1 and all(one["idle"] == 0 for one in results[1:])
     for result in results:
@@ -74,12 +70,11 @@ def test_same_as_each_document_alone(
 
 @pytest.mark.slow
 def test_trainers_attend_where_attention_takes_longer(workers: WorkerPool, tmp_path: Path) -> None:
-    """Equal shares, as where costs are no seconds."""
-    results, _ = run(workers, 2, 1, _train, False, STEPS, cost=_profile(tmp_path, 1e-3))
+    results, _ = run(workers, 2, 1, _train, False, cost=_profile(tmp_path, 1e-3))
     assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
 
 
-def _zero(rank: int, trainers: int, block: dict[str, Any]) -> tuple[Any, Any, str]:
+def _zero_3(rank: int, trainers: int, block: dict[str, Any]) -> tuple[Any, Any, str]:
     """Losses with and without CAD, and why parts alternate inside layers."""
     from deepspeed_cad.session import close_session
 
@@ -100,6 +95,7 @@ def _zero(rank: int, trainers: int, block: dict[str, Any]) -> tuple[Any, Any, st
 
 @pytest.mark.slow
 def test_zero_3(fresh_workers: WorkerPool) -> None:
-    for plain, cad, found in run(fresh_workers, 2, 1, _zero)[0]:
+    results, _ = run(fresh_workers, 2, 1, _zero_3)
+    for plain, cad, found in results:
         assert found.startswith("ZeRO-3 shards the parameters")
         assert cad == pytest.approx(plain, rel=1e-4) and cad[-1] < cad[0] - 0.02

@@ -7,9 +7,7 @@ document alone.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,9 +25,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 WORLD, SHARES = 4, 2
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50]]
@@ -171,6 +166,11 @@ def test_hosts_are_those_of_a_share(workers: WorkerPool, apart: bool) -> None:
     found = workers.run(_on_hosts, WORLD, apart)
     assert [several for several, _ in found] == [apart] * WORLD
     assert [hosts for _, hosts in found] == ([[0, 1]] * WORLD if apart else [[0, 0], [1, 1]] * 2)
+
+
+def test_one_replica_has_nothing_to_balance(workers: WorkerPool) -> None:
+    results = workers.run(_train, 2, 4, None, {}, 2)
+    assert not any(one["sent"] for one in results) and "1 replica of 2" in results[0]["line"]
 
 
 def _differ(rank: int, world: int) -> str:

@@ -35,6 +35,7 @@ from trainers import (
 import deepspeed_cad
 
 WORLD, SHARES = 4, 2
+OLD = pytest.mark.skipif(not NEW, reason="its from_pretrained takes the number of a GPU")
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50], [100, 100]]
 
 
@@ -80,22 +81,7 @@ def test_autotp(fresh_workers: WorkerPool) -> None:
 
 def _loaded(folder: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """As transformers loads it by its own plan, sharded by FSDP2 between replicas."""
-    from torch.distributed.fsdp import fully_shard
     from transformers import LlamaForCausalLM
-
-    if not NEW:
-        # Its from_pretrained takes the number of a GPU; what it does with a plan is the same.
-        from transformers.integrations.tensor_parallel import distribute_model, shard_and_distribute_module
-
-        mesh = init_device_mesh("cpu", (WORLD // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, use_cache=False)
-        model = distribute_model(model, None, mesh["tp"], SHARES)
-        for name, parameter in list(model.named_parameters()):
-            given = parameter.detach(), parameter, name, dtype, True, mesh["tp"].get_local_rank(), mesh["tp"]
-            shard_and_distribute_module(model, *given)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        return fully_shard(model, mesh=mesh["dp"])
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(tp_size=SHARES, fsdp_size=WORLD // SHARES)
@@ -155,7 +141,7 @@ def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], fol
     return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
 
 
-@pytest.mark.parametrize("make", [_loaded, _sequence_parallel])
+@pytest.mark.parametrize("make", [pytest.param(_loaded, marks=OLD), _sequence_parallel])
 def test_models_on_a_mesh(fresh_workers: WorkerPool, make: Callable[[str], torch.nn.Module], tmp_path: Path) -> None:
     training.tiny_llama().save_pretrained(tmp_path)
     results = fresh_workers.run(_as_alone, WORLD, make, str(tmp_path))
@@ -218,13 +204,8 @@ def _compare(rank: int, world: int, run: Callable[[bool, str], list[dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(_trainer, marks=pytest.mark.skipif(not NEW, reason="gives all replicas the same batches")),
-        _accelerate,
-    ],
-)
+@OLD
+@pytest.mark.parametrize("run", [_trainer, _accelerate])
 def test_host_frameworks(
     fresh_workers: WorkerPool, run: Callable[[bool, str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:

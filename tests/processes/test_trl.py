@@ -84,40 +84,6 @@ def _words(length: int, seed: int) -> str:
     return " ".join(f"w{i % 61}" for i in training.documents([length], seed)[0].tolist())
 
 
-def _dpo_first_loss(rank: int, world: int, folder: str) -> tuple[float, float, int]:
-    """Loss and ln 2 of the first micro-batch, in bf16, and how many forwards without backward were balanced."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    import deepspeed_cad
-
-    texts = [_words(n, i) for i, n in enumerate(LENGTHS)]
-    data = Dataset.from_dict({"prompt": texts, "chosen": texts[::-1], "rejected": texts[1:] + texts[:1]})
-    losses: list[torch.Tensor] = []
-
-    class Noting(DPOTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().compute_loss(*args, **kwargs)
-            losses.append((found[0] if isinstance(found, tuple) else found).detach())
-            return found
-
-    model, reference = (training.sdpa_llama().to(torch.bfloat16) for _ in range(2))
-    deepspeed_cad.apply(model, BLOCK)
-    given = settings(folder, max_length=None, padding_free=True, per_device_train_batch_size=2, max_steps=1)
-    Noting(
-        model=model, ref_model=reference, args=DPOConfig(**given), train_dataset=data, processing_class=tokenizer()
-    ).train()
-    looks = deepspeed_cad.current_session().forward_only.micro_batches
-    nothing = torch.zeros((), dtype=losses[0].dtype)
-    return float(losses[0]), float(-torch.nn.functional.logsigmoid(nothing)), looks
-
-
-@pytest.mark.slow
-def test_the_first_loss_of_dpo_is_ln_2(fresh_workers: WorkerPool, tmp_path) -> None:
-    for loss, expected, looks in fresh_workers.run(_dpo_first_loss, 2, str(tmp_path), timeout=140.0):
-        assert loss == expected and looks == 1
-
-
 def _policy(folder: str) -> Any:
     """A policy in a folder, from where a trainer loads its reference too."""
     from transformers import AutoModelForCausalLM

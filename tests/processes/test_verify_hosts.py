@@ -47,7 +47,7 @@ def _plain(rank: int, world: int, block: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("servers", [0, 1])
 def test_ddp(workers: WorkerPool, overlap: str, servers: int) -> None:
     if servers:
-        (first, second), _ = served.run(workers, 2, 1, _plain, overlap=overlap)
+        (first, second), _ = served.run(workers, 2, 1, _plain, overlap=overlap, verify=2)
     else:
         first, second = workers.run(_plain, 2, {"overlap": overlap})
     assert len(first) == 2 and second == []

@@ -108,46 +108,6 @@ def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, 
     _check(workers.run(_train, 2, case, form, overlap, checkpoint), case)
 
 
-def test_four_ranks(workers: WorkerPool) -> None:
-    _need(DEEPSTACK)
-    _check(workers.run(_train, 4, DEEPSTACK, "text", "local_first", False), DEEPSTACK)
-
-
-def _ahead(rank: int, world: int) -> tuple[float, float]:
-    """Through a loader whose documents may be dealt out: those of steps with images, or axes, stay where they are."""
-    reference, model = tiny_seeing(OF_AXES), tiny_seeing(OF_AXES)
-    deepspeed_cad.apply(model, SETTINGS)
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    rows = [
-        [make_document(OF_AXES, reference, 100 * rank + 10 * step + i, *one) for i, one in enumerate(DOCUMENTS[place])]
-        for step, place in enumerate((rank, 1 - rank, 1, 1))
-    ]
-    batches = [
-        {**pack(OF_AXES, row, "text"), "labels": torch.cat([document.ids for document in row], 1)} for row in rows
-    ]
-    total = 0.0
-    for batch in session.look_ahead(batches, model, accumulation=2, global_loss=True):
-        labels = batch.pop("labels")
-        total += float(torch.nn.functional.cross_entropy(
-            model(**batch, use_cache=False).logits[0], labels[0], reduction="sum"
-        ).detach())  # fmt: skip
-    with torch.no_grad():
-        expected = sum(
-            float(torch.nn.functional.cross_entropy(
-                reference(**alone(one), use_cache=False).logits[0], one.ids[0], reduction="sum"
-            ))
-            for row in rows for one in row
-        )  # fmt: skip
-    return total, expected
-
-
-def test_a_loader_that_reads_ahead(workers: WorkerPool) -> None:
-    _need(OF_AXES)
-    found = workers.run(_ahead, 2)
-    assert sum(total for total, _ in found) == pytest.approx(sum(expected for _, expected in found), rel=1e-10)
-
-
 def _blank(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The row with an image of zeros behind its documents, in none of them, for a rank that has no image."""
     tokens, patches = 8, 32

@@ -1,7 +1,7 @@
 """Measured figures on the pages against their raw files, and how old they are.
 
-A figure that is measured is a line of `FIGURES`: the words of a page with gaps, a file of benchmarks/results, and what
-fills the gaps. Between the marks of README.md every table row and every commit must be in it.
+A figure that is measured is a line of `README` or `DOCS`: the words of a page with gaps, a file of benchmarks/results,
+and what fills the gaps. Between the marks of README.md every table row and every commit must be in it.
 """
 
 from __future__ import annotations
@@ -107,228 +107,134 @@ ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
-GAINED = {
-    "nearly even ({:.2f}, of it {:.2f} by balance)": "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
-    "even | {:.2f} of plain, kept {:.2f} | `20d1bbb` |": "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
-    "attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |": "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
-    "nothing to gain | {:.2f} of plain, kept {:.2f} | `9e17d32` |": "h200x4/train_even_64k_4r_2026-11-21.json",
-    "each, 3 steps | {:.2f} of plain, kept {:.2f} | `aad1172` |": "h200x4/train_wlb_128k_4r_2026-11-21.json",
-}
-"""Words of README.md with CAD over plain, and over plain with attention kept, and their file."""
+KEEP = 'cad@{"keep":"host"}'
 
-FIGURES: list[tuple[str, str, str | tuple[str, ...], Callable[..., Any]]] = [
-    *(("README.md", words, file, both(over, over_kept)) for words, file in GAINED.items()),
-    ("README.md", "| over plain data parallelism | {:.2f} | {:.2f} |", HEADLINE, both(over)),
-    ("README.md", "gained by balance** | **{:.2f}** | **{:.2f}** * |", HEADLINE, both(over_kept)),
-    (
-        "README.md",
-        "attention kept | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} * |",
-        HEADLINE,
-        both(partial(over, other="ulysses"), partial(over_kept, other="ulysses")),
-    ),
-    (
-        "README.md",
-        "free transfers, over plain | {:.2f} | {:.2f} |",
-        HEADLINE,
-        both(lambda r: r["bounds"]["bound_qkv"]["tokens_per_s_per_gpu"] / rate(r, "dp")),
-    ),
-    (
-        "README.md",
-        "plain, CAD | {0:.1f}, {2:.1f} GiB | {1:.1f}, {3:.1f} GiB |",
-        HEADLINE,
-        both(lambda r: r["modes"]["dp"]["peak_GiB"], lambda r: r["modes"]["cad"]["peak_GiB"]),
-    ),
-    (
-        "README.md",
-        "6 steps | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `b12bcb0` |",
-        "h200x2/train_prolong_64k_2r_b12bcb0.json",
-        both(over, over_kept, partial(over_kept, other="ulysses")),
-    ),
-    (
-        "README.md",
-        "attention {2:.0f} and {3:.0f} % of a step, ranks nearly even, 3 steps | kept {0:.2f}; kept {1:.2f} | "
-        "`b12bcb0` |",
-        tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
-        both(
-            over_kept,
-            lambda r: 100 * r["modes"]["dp:kept"]["attention_s_mean"] / sum(r["modes"]["dp:kept"]["step_seconds"]),
+
+def attention_share(result: Any) -> float:
+    """Of a plain step with attention kept, in percent."""
+    kept = result["modes"]["dp:kept"]
+    return 100 * kept["attention_s_mean"] / sum(kept["step_seconds"])
+
+
+def exposed(result: Any, mode: str = "cad", of: str = "mean") -> float:
+    return 100 * result["modes"][mode]["exposed_exchange_share"][of]
+
+
+def alst(cad: Any, rival: Any) -> tuple[float, ...]:
+    """Speed, memory of the GPU and of the host, over those of the rival."""
+    return rival["step_s"] / cad["step_s"], cad["peak"] / rival["peak"], cad["host"] / rival["host"]
+
+
+def accelerate(page: str) -> list[float]:
+    """Plain over CAD of the seven steps of a table."""
+    rows = re.findall(r"^\| [2-8] \|.*\| (\d\.\d{3}) \| (\d\.\d{3}) \|.*→", page, re.MULTILINE)
+    return [sum(float(row[0]) for row in rows) / sum(float(row[1]) for row in rows)] if len(rows) == 7 else []
+
+
+def beside_in_place(reserved: Any, in_place: Any) -> tuple[float, ...]:
+    """Speed over in place, idle servers in percent, GiB of a trainer and of a rank in place."""
+    most = max(rank["peak"] for rank in in_place["ranks"])
+    speed, idle = reserved["tokens_per_s"] / in_place["tokens_per_s"], 100 * reserved["ranks"][0]["servers_idle"]
+    return speed, idle, reserved["ranks"][0]["peak"] / GIB, most / GIB
+
+
+def million(result: Any, mode: str) -> list[float]:
+    rest = [exposed(result, mode, of) for of in ("mean", "max")]
+    return [over(result, mode, "ulysses"), over_kept(result, mode, "ulysses"), memory(result, mode), *rest]
+
+
+def kept_on_host(result: Any) -> list[float]:
+    found = [one for mode in ("cad", KEEP) for one in (over(result, mode), result["modes"][mode]["peak_GiB"])]
+    return [*found, result["modes"]["dp"]["peak_GiB"]]
+
+
+of_ulysses, kept_of_ulysses = partial(over, other="ulysses"), partial(over_kept, other="ulysses")
+kept_memory = partial(memory, other="ulysses:kept")
+README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
+    ("nearly even ({:.2f}, of it {:.2f} by balance)", "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
+     both(over, over_kept)),
+    ("even | {:.2f} of plain, kept {:.2f} | `20d1bbb` |", "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
+     both(over, over_kept)),
+    ("attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |", "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
+     both(over, over_kept)),
+    ("nothing to gain | {:.2f} of plain, kept {:.2f} | `9e17d32` |", "h200x4/train_even_64k_4r_2026-11-21.json",
+     both(over, over_kept)),
+    ("each, 3 steps | {:.2f} of plain, kept {:.2f} | `aad1172` |", "h200x4/train_wlb_128k_4r_2026-11-21.json",
+     both(over, over_kept)),
+    ("| over plain data parallelism | {:.2f} | {:.2f} |", HEADLINE, both(over)),
+    ("gained by balance** | **{:.2f}** | **{:.2f}** * |", HEADLINE, both(over_kept)),
+    ("attention kept | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} * |", HEADLINE, both(of_ulysses, kept_of_ulysses)),
+    ("free transfers, over plain | {:.2f} | {:.2f} |", HEADLINE,
+     both(lambda r: r["bounds"]["bound_qkv"]["tokens_per_s_per_gpu"] / rate(r, "dp"))),
+    ("plain, CAD | {0:.1f}, {2:.1f} GiB | {1:.1f}, {3:.1f} GiB |", HEADLINE,
+     both(lambda r: r["modes"]["dp"]["peak_GiB"], lambda r: r["modes"]["cad"]["peak_GiB"])),
+    ("6 steps | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `b12bcb0` |",
+     "h200x2/train_prolong_64k_2r_b12bcb0.json", both(over, over_kept, kept_of_ulysses)),
+    ("attention {2:.0f} and {3:.0f} % of a step, ranks nearly even, 3 steps | kept {0:.2f}; kept {1:.2f} | `b12bcb0` |",
+     tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
+     both(over_kept, attention_share)),
+    ("documents are alike ({:.2f} of plain),", "h200x4/train_even_64k_4r_2026-11-21.json", both(over)),
+    ("fills all GPUs ({:.2f} of Ulysses with attention kept)", MILLION, both(kept_of_ulysses)),
+    ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`b12bcb0`), and {:.3f} on one H100",
+     (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
+     lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
+    ("recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |", HEADLINE[1],
+     lambda r: (r["modes"]["cad"]["attention_max_over_mean"], exposed(r), over(r, "cad:recompute"))),
+    ("up to 262,144 tokens, timed once | {:.2f} of Ulysses | `9e17d32` |", "h200x4/train_span_64k_4r_2026-11-21.json",
+     both(of_ulysses)),
+    ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
+     both(kept_of_ulysses, kept_memory)),
+    ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
+     both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
+    ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
+    ("gathered as often, 4 steps | {:.2f} of plain | `720b9da` |", "h200x4/fsdp2_prolong_64k_4r.json",
+     lambda r: (r["tokens_per_s_per_gpu"]["cad"] / r["tokens_per_s_per_gpu"]["plain"],)),
+    ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
+    ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} to {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
+     "| `81c8253`, `fcc832a`, `5458279` |", SERVED, served),
+    ("long-document mix, two steps | {:.2f}, {:.2f} | `7850fb0` |",
+     "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json", speedups),
+    ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
+    ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
+     growth),
+]  # fmt: skip
+DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
+    "servers": [
+        *(
+            (f"{words} | {{:.3f}} | {{:.1f}} % | {{:.1f}}, {{:.1f}} |", SERVED[2 * n : 2 * n + 2], beside_in_place)
+            for n, words in enumerate((
+                "| 131,072 | NVLink, commit 5458279", "| 262,144 | NVLink, commit 81c8253",
+                "| 131,072 | 19 GB/s, host memory, commit fcc832a; 16 when in place ran",
+                "| 262,144 | 18 GB/s, host memory, commit 5458279",
+            ))
         ),
-    ),
-    (
-        "README.md",
-        "documents are alike ({:.2f} of plain),",
-        "h200x4/train_even_64k_4r_2026-11-21.json",
-        both(over),
-    ),
-    (
-        "README.md",
-        "fills all GPUs ({:.2f} of Ulysses with attention kept)",
-        MILLION,
-        both(partial(over_kept, other="ulysses")),
-    ),
-    (
-        "README.md",
-        "that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`b12bcb0`), and {:.3f} on one H100",
-        (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
-        lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp")),
-    ),
-    (
-        "README.md",
-        "recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |",
-        HEADLINE[1],
-        lambda r: (
-            r["modes"]["cad"]["attention_max_over_mean"],
-            100 * r["modes"]["cad"]["exposed_exchange_share"]["mean"],
-            over(r, "cad:recompute"),
+        ("went on {:.1f} s after the kill; the step in which it happened took {:.1f} s, where steps took {:.1f} s with",
+         "h200x2/killed_continue_a67af12.json",
+         lambda r: (r["change"]["seconds"], r["change"]["steps"][0], r["step_s"])),
+    ],
+    "million-tokens": [
+        *(
+            (f"{words} | {commit} | {{:.3f}} | {{:.2f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |",
+             f"h200x2/train_million_256k_2r_{commit}.json", partial(million, mode=mode))
+            for words, mode, commit in (
+                ("| CAD", "cad", "fcc832a"), ('| CAD, `"keep": "host"`', KEEP, "fcc832a"),
+                ('"memory": 1.5`', 'cad@{"keep":"host","memory":1.5}', "fcc832a"), ('"memory": 1.3`', WAVES, "5458279"),
+            )
         ),
-    ),
-    (
-        "README.md",
-        "up to 262,144 tokens, timed once | {:.2f} of Ulysses | `9e17d32` |",
-        "h200x4/train_span_64k_4r_2026-11-21.json",
-        both(partial(over, other="ulysses")),
-    ),
-    (
-        "README.md",
-        "2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |",
-        MILLION,
-        both(partial(over_kept, other="ulysses"), partial(memory, other="ulysses:kept")),
-    ),
-    (
-        "README.md",
-        '"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |',
-        MILLION,
-        both(partial(over_kept, mode=WAVES, other="ulysses"), partial(memory, mode=WAVES, other="ulysses:kept")),
-    ),
-    (
-        "README.md",
-        "the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |",
-        ALST,
-        lambda cad, alst: (alst["step_s"] / cad["step_s"], cad["peak"] / alst["peak"], cad["host"] / alst["host"]),
-    ),
-    (
-        "README.md",
-        "gathered as often, 4 steps | {:.2f} of plain | `720b9da` |",
-        "h200x4/fsdp2_prolong_64k_4r.json",
-        lambda r: (r["tokens_per_s_per_gpu"]["cad"] / r["tokens_per_s_per_gpu"]["plain"],),
-    ),
-    (
-        "README.md",
-        "128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |",
-        "h200x4/accelerate_fsdp2_128k.md",
-        lambda page: [
-            sum(float(row[0]) for row in rows) / sum(float(row[1]) for row in rows)
-            for rows in [re.findall(r"^\| [2-8] \|.*\| (\d\.\d{3}) \| (\d\.\d{3}) \|.*→", page, re.MULTILINE)]
-            if len(rows) == 7
-        ],
-    ),
-    (
-        "README.md",
-        "| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} to {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
-        "| `81c8253`, `fcc832a`, `5458279` |",
-        SERVED,
-        served,
-    ),
-    (
-        "README.md",
-        "long-document mix, two steps | {:.2f}, {:.2f} | `7850fb0` |",
-        "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json",
-        speedups,
-    ),
-    (
-        "README.md",
-        "three kernels | {} of {} combinations | `88a09b1` |",
-        EXACT,
-        lambda *pages: wrong_of(list(pages)),
-    ),
-    (
-        "README.md",
-        "one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |",
-        "planner.json",
-        growth,
-    ),
-    *(
-        (
-            "docs/servers.md",
-            f"{words} | {{:.3f}} | {{:.1f}} % | {{:.1f}}, {{:.1f}} |",
-            SERVED[number : number + 2],
-            lambda reserved, in_place: (
-                reserved["tokens_per_s"] / in_place["tokens_per_s"],
-                100 * reserved["ranks"][0]["servers_idle"],
-                reserved["ranks"][0]["peak"] / GIB,
-                max(rank["peak"] for rank in in_place["ranks"]) / GIB,
-            ),
+        ("| {0:.1f} | {2:.3f} | {1:.1f} | {3:.3f} | {4:.1f} | {5:.5f}, {6:.5f} |", ALST, lambda cad, rival: (
+            cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"])),
+        ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
+         "h200x2/train_prolong_64k_2r_keep_81a8563.json", kept_on_host),
+    ],
+    "pipeline": [
+        (words, f"h200x2/pipeline_pp2_2r_{file}.json", lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))
+        for words, file in (
+            ("| long-document mix, two steps | 7850fb0 | {:.3f}, {:.3f} | {:.3f} |", "prolong_64k_2r_7850fb0"),
+            ("idle stages serve | 81a8563 | {:.3f} | {:.3f} |", "even_8192_81a8563"),
         )
-        for number, words in (
-            (0, "| 131,072 | NVLink, commit 5458279"),
-            (2, "| 262,144 | NVLink, commit 81c8253"),
-            (4, "| 131,072 | 19 GB/s, host memory, commit fcc832a; 16 when in place ran"),
-            (6, "| 262,144 | 18 GB/s, host memory, commit 5458279"),
-        )
-    ),
-    *(
-        (
-            "docs/million-tokens.md",
-            f"{words} | {{:.3f}} | {{:.2f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |",
-            f"h200x2/train_million_256k_2r_{commit}.json",
-            partial(
-                lambda mode, r: (
-                    over(r, mode, "ulysses"),
-                    over_kept(r, mode, "ulysses"),
-                    memory(r, mode),
-                    *(100 * r["modes"][mode]["exposed_exchange_share"][of] for of in ("mean", "max")),
-                ),
-                mode,
-            ),
-        )
-        for words, mode, commit in (
-            ("| CAD | fcc832a", "cad", "fcc832a"),
-            ('| CAD, `"keep": "host"` | fcc832a', 'cad@{"keep":"host"}', "fcc832a"),
-            ('"memory": 1.5` | fcc832a', 'cad@{"keep":"host","memory":1.5}', "fcc832a"),
-            ('"memory": 1.3` | 5458279', WAVES, "5458279"),
-        )
-    ),
-    (
-        "docs/million-tokens.md",
-        "| {:.1f} | {:.3f} | {:.1f} | {:.3f} | {:.1f} | {:.5f}, {:.5f} |",
-        ALST,
-        lambda cad, alst: (
-            cad["step_s"],
-            alst["step_s"] / cad["step_s"],
-            cad["peak"] / GIB,
-            cad["peak"] / alst["peak"],
-            cad["host"] / GIB,
-            *cad["ranks"][0]["losses"],
-        ),
-    ),
-    (
-        "docs/million-tokens.md",
-        'CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
-        "h200x2/train_prolong_64k_2r_keep_81a8563.json",
-        lambda r: (
-            [one for mode in ("cad", 'cad@{"keep":"host"}') for one in (over(r, mode), r["modes"][mode]["peak_GiB"])]
-            + [r["modes"]["dp"]["peak_GiB"]]
-        ),
-    ),
-    (
-        "docs/pipeline.md",
-        "| long-document mix, two steps | 7850fb0 | {:.3f}, {:.3f} | {:.3f} |",
-        "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json",
-        lambda r: (*speedups(r), r["cad_over_bound"]["bound"]),
-    ),
-    (
-        "docs/pipeline.md",
-        "idle stages serve | 81a8563 | {:.3f} | {:.3f} |",
-        "h200x2/pipeline_pp2_2r_even_8192_81a8563.json",
-        lambda r: (*speedups(r), r["cad_over_bound"]["bound"]),
-    ),
-    (
-        "docs/servers.md",
-        "went on {:.1f} s after the kill; the step in which it happened took {:.1f} s, where steps took {:.1f} s with",
-        "h200x2/killed_continue_a67af12.json",
-        lambda r: (r["change"]["seconds"], r["change"]["steps"][0], r["step_s"]),
-    ),
-]
+    ],
+}  # fmt: skip
+FIGURES = [("README.md", one) for one in README] + [(f"docs/{at}.md", one) for at, rows in DOCS.items() for one in rows]
 
 
 @cache
@@ -342,12 +248,14 @@ def page(name: str) -> str:
     return re.sub(r"\s+", " ", (ROOT / name).read_text())
 
 
-@pytest.mark.parametrize("number", range(len(FIGURES)), ids=lambda number: FIGURES[number][1][:40])
-def test_a_figure_is_that_of_its_file(number: int) -> None:
-    name, words, files, figures = FIGURES[number]
-    results = [read(file) for file in ((files,) if isinstance(files, str) else files)]
-    said = words.format(*figures(*results))
-    assert said in page(name), said
+def said(words: str, files: str | tuple[str, ...], figures: Callable[..., Any]) -> str:
+    """The words with their figures."""
+    return words.format(*figures(*map(read, (files,) if isinstance(files, str) else files)))
+
+
+@pytest.mark.parametrize(("name", "figure"), FIGURES, ids=lambda one: one if isinstance(one, str) else one[0][:40])
+def test_a_figure_is_that_of_its_file(name: str, figure: Any) -> None:
+    assert said(*figure) in page(name), said(*figure)
 
 
 def test_every_row_of_figures_is_one_of_these() -> None:
@@ -355,14 +263,10 @@ def test_every_row_of_figures_is_one_of_these() -> None:
     marked = re.findall(r"<!-- figures: begin.*?-->(.*?)<!-- figures: end -->", text, re.DOTALL)
     tables = re.findall(r"^\|.*\|\n\|[-|]+\|\n((?:\|.*\|\n)+)", "".join(marked), re.MULTILINE)
     rows = [row for table in tables for row in table.splitlines()]
-    said = [
-        words.format(*figures(*(read(file) for file in ((files,) if isinstance(files, str) else files))))
-        for name, words, files, figures in FIGURES
-        if name == "README.md"
-    ]
+    known = [said(*one) for one in README]
     assert len(tables) == 2 and len(rows) > 20
     for row in rows:
-        assert any(one in row for one in said), row
+        assert any(one in row for one in known), row
 
 
 def test_what_a_whole_model_is_foreseen_to_hold(capsys: pytest.CaptureFixture[str]) -> None:
