@@ -11,7 +11,6 @@ from typing import Any
 import cases
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.attention.device_schedule import upload_schedule
@@ -234,19 +233,6 @@ def expected_of(
             for n, x in zip("qkv", inputs, strict=True):
                 made[rank][f"d{n}"][here] = x.grad[begin:end]
     return Expected(made, None if leaf is None else leaf.grad)
-
-
-def worst_error(
-    rank: int, right: Expected, o: torch.Tensor, leaves: dict[str, torch.Tensor], sinks: torch.Tensor | None
-) -> float:
-    """The largest error of this process's O and gradients, that of sinks as a share. Collective where there are any."""
-    pairs: dict[str, Any] = {"o": o.detach(), **{f"d{n}": leaves[n].grad for n in "qkv"}}
-    errors = [float((x.double() - right.ranks[rank][n]).abs().max()) for n, x in pairs.items() if x.numel()]
-    if sinks is not None and right.sinks is not None:
-        total = sinks.grad.double()
-        dist.all_reduce(total)
-        errors.append(float((total - right.sinks).abs().max() / right.sinks.abs().max()))
-    return max(errors, default=0.0)
 
 
 @dataclass

@@ -121,7 +121,7 @@ FAMILIES: tuple[Family, ...] = (
         "attention_chunk_size": 32, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "moe_layers": [1],
         "attn_temperature_tuning": True, "floor_scale": 16, "attn_scale": 0.1,
-    }, FP32),
+    }, FP32, fast=True),
     Family("longcat_flash", {
         **MLA, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
     }, FP32),

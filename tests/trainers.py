@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,6 @@ class PackedRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: value[0] for name, value in self.rows[index].items()}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to train: a DeepSpeed JSON or none, and arguments of the Trainer that differ from the tests' own."""
-
-    name: str
-    deepspeed: dict[str, Any] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -163,12 +153,17 @@ def tokenizer() -> Any:
     )
 
 
-def write_inputs(folder: Path) -> None:
-    """A tiny checkpoint with a tokenizer in `model`, and texts of very different lengths in `data.jsonl`."""
-    tokenizer().save_pretrained(folder / "model")
+def write_model(folder: Path, words: Any = None) -> None:
+    """A tiny checkpoint with a tokenizer in `model`."""
+    (words or tokenizer()).save_pretrained(folder / "model")
     training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62).save_pretrained(
         folder / "model"
     )
+
+
+def write_inputs(folder: Path) -> None:
+    """A tiny checkpoint, and texts of very different lengths in `data.jsonl`."""
+    write_model(folder)
     pick = random.Random(0)
     lengths = [min(200, max(4, round(20 * pick.lognormvariate(0.0, 1.3)))) for _ in range(200)]
     texts = [" ".join(f"w{pick.randrange(61)}" for _ in range(length)) for length in lengths]

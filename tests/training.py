@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from deepspeed_cad import shard_stream
-
 LINKS = {"inside": 100, "between": 10}
 """Given to CAD where a test does not ask how links are measured: that takes time, and exchanges that tests count."""
 
@@ -92,29 +90,6 @@ def step_as_alone(
     expected, wanted = alone(reference, docs)
     assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
     # Gradients of a rank are those of its own documents: serving others adds nothing to them.
-    assert_gradients(model, wanted)
-    model.zero_grad()
-
-
-def stream_as_alone(
-    model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor], rank: int, world: int, **how: Any
-) -> None:
-    """Forward and backward of this rank's part of a stream: over all ranks those of each document alone."""
-    expected, wanted = alone(reference, docs)
-    targets = sum(len(doc) - 1 for doc in docs)
-    part = shard_stream(pack(docs), rank, world, **how)
-    output = model(**part, num_items_in_batch=targets)
-    logits = output.logits.flatten(0, 1)
-    total = torch.nn.functional.cross_entropy(logits, part["shift_labels"].flatten(), reduction="sum")
-    # The model's own loss takes the shifted targets as they are; it works in fp32.
-    assert abs(float(output.loss) * targets - float(total)) < 1e-5 * (1 + abs(float(total)))
-    total.backward()
-    total = total.detach().clone()
-    dist.all_reduce(total)
-    assert abs(float(total) - expected) < 1e-9 * max(1.0, expected)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(parameter.grad)
     assert_gradients(model, wanted)
     model.zero_grad()
 

@@ -1,4 +1,5 @@
-"""`Accelerator(kwargs_handlers=[CADPlugin(...)])`: DDP, DeepSpeed, accumulation, evaluation, LoRA, refusals."""
+"""`Accelerator(kwargs_handlers=[CADPlugin(...)])`: DDP, DeepSpeed, accumulation, evaluation, LoRA; prepared loaders
+announce by themselves, where that is right, and stay what they are."""
 
 from __future__ import annotations
 
@@ -6,80 +7,134 @@ from typing import Any
 
 import pytest
 import torch
-import trainers
 import training
 from engines import import_deepspeed
 from launched import zero
 from pool import WorkerPool
 from torch.utils.data import DataLoader
-from trainers import BEFORE, BLOCK, STEPS, PackedRows, assert_same_and_balanced, collate, step_entry, unbalanced
+from trainers import (
+    BEFORE,
+    BLOCK,
+    STEPS,
+    PackedRows,
+    assert_same_and_balanced,
+    collate,
+    step_entry,
+    training_arguments,
+    unbalanced,
+    without_and_with,
+)
+
+import deepspeed_cad
 
 WORLD = 2
 
 
-def _accelerator(cad: bool, **settings: Any) -> Any:
-    from accelerate import Accelerator
+def _announcements(model: Any) -> list[int]:
+    """Tokens of what is announced from now on."""
+    from deepspeed_cad.session import find_binding
+
+    feed, found = find_binding(model).feed, []
+    announce, accept = feed.announce, feed.accept
+    feed.announce = lambda mine: (found.append(mine.local.tokens), announce(mine))[1]
+    # The first of a step that is arranged comes planned.
+    feed.accept = lambda mine, planned: (found.append(mine.local.tokens), accept(mine, planned))[1]
+    return found
+
+
+def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, **settings: Any) -> Any:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
-    handlers = [CADPlugin(**BLOCK)] if cad else []
-    return Accelerator(cpu=True, kwargs_handlers=handlers, **settings)
+    if stage is not None:
+        config = zero(stage, stage3_param_persistence_threshold=0)
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    if compiled:
+        torch._dynamo.reset()
+        settings["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
+    settings["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
+    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [], **settings)
+
+
+def _model(lora: dict[str, Any] | None, checkpoint: bool) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = training.sdpa_llama()
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model if lora is None else get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **lora))
 
 
 def _run(
-    cad: bool, rows: int = 1, evaluate: bool = False, lora: dict[str, Any] | None = None, checkpoint: bool = False,
+    cad: bool, data: Any, kind: str = "", lora: dict[str, Any] | None = None, checkpoint: bool = False, rows: int = 1,
     **settings: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The loop of Accelerate's documentation; gives an entry for every micro-batch and for every evaluation."""
-    from accelerate import DeepSpeedPlugin
-    from accelerate.utils import TorchDynamoPlugin
-    from peft import LoraConfig, get_peft_model
-
-    model: Any = training.sdpa_llama()
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if lora is not None:
-        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **lora))
-    if "stage" in settings:
-        config = zero(settings.pop("stage"), stage3_param_persistence_threshold=0)
-        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
-    if settings.pop("compiled", False):
-        torch._dynamo.reset()
-        settings["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
-    accelerator = _accelerator(cad, **settings)
+) -> dict[str, Any]:  # fmt: skip
+    """The loop of Accelerate's documentation, two epochs of which for a kind of loop; entries are those of every
+    micro-batch and every evaluation."""
+    torch.manual_seed(3)
+    accelerator, model = _accelerator(cad, **settings), _model(lora, checkpoint)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    accumulation = accelerator.gradient_accumulation_steps
-    loader = DataLoader(PackedRows(WORLD * STEPS * rows * accumulation), batch_size=rows, collate_fn=collate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = DataLoader(data, batch_size=rows, shuffle=bool(kind), collate_fn=collate)
+    check = DataLoader(PackedRows(4, seed=50), batch_size=1, collate_fn=collate)
+    model, optimizer, loader, check = accelerator.prepare(model, optimizer, loader, check)
     model.train()
-    found = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(step_entry(loss))
-        if evaluate:
-            model.eval()
-            with torch.no_grad():
-                found.append({"eval_loss": float(model(**collate([PackedRows(9)[8]])).loss)})
-            model.train()
-    return found
+    announced = _announcements(model) if cad and kind else []
+    entries: list[dict[str, Any]] = []
+    ends, held = [], []
+    for _ in range(2 if kind else 1):
+        if kind == "looked at by rank 0" and accelerator.is_main_process:
+            assert len([batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=collate)]) == len(data)
+            next(iter(check))
+        batches = iter(loader) if kind == "broken off, held" else loader
+        if kind == "gone on":
+            batches = accelerator.skip_first_batches(loader, 2)
+        held.append(batches)  # it is still there when the next epoch begins
+        for number, batch in enumerate(batches):
+            if kind == "shortened":
+                batch = {name: value[:, :150] for name, value in batch.items()}
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            entries.append(step_entry(loss))
+            ends.append((loader.end_of_dataloader, accelerator.gradient_state.end_of_dataloader))
+            ends.append(accelerator.sync_gradients)
+            if kind == "evaluated" and number == 2:
+                model.eval()
+                with torch.no_grad():
+                    entries += [{"eval_loss": float(model(**one).loss)} for one in check]
+                model.train()
+            if kind.startswith("broken off") and number == 3:
+                break
+    return {"entries": entries, "ends": ends, "announced": len(announced)}
 
 
 CASES: dict[str, dict[str, Any]] = {
     "DDP": {}, "accumulation, two rows": {"rows": 2, "gradient_accumulation_steps": 2},
-    "evaluation": {"evaluate": True}, "ZeRO-2": {"stage": 2}, "ZeRO-3": {"stage": 3},
+    "ZeRO-2": {"stage": 2}, "ZeRO-3": {"stage": 3},
     "LoRA": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
     # LoRA of the last layer alone, under checkpointing: the hidden states of the first need no gradient.
     "frozen inputs": {"lora": {"target_modules": ["o_proj"], "layers_to_transform": [1]}, "checkpoint": True},
     "compiled": {"compiled": True},
 }  # fmt: skip
+KINDS = {
+    "as it is": 12, "evaluated": 12, "shortened": 0, "broken off": 8, "broken off, held": 8, "looked at by rank 0": 12,
+    "gone on": 8,
+}  # fmt: skip
+"""Announcements of 7 micro-batches in each of two epochs: all but the first, where they are trained. Of what is broken
+off after the fourth the fifth was announced too."""
 
 
 def _compare(rank: int, world: int) -> dict[str, Any]:
     import_deepspeed()
-    return {name: trainers.without_and_with(_run, **case) for name, case in CASES.items()}
+    found = {}
+    for name, case in CASES.items():
+        accumulated = case.get("gradient_accumulation_steps", 1)
+        data = PackedRows(WORLD * STEPS * case.get("rows", 1) * accumulated)
+        found[name] = without_and_with(_run, data, **case)
+    return found
 
 
 @pytest.mark.slow
@@ -87,6 +142,38 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool) -> None:
     for found in fresh_workers.run(_compare, WORLD, timeout=140.0):
         for name, (plain, cad) in found.items():
             accumulated = 2 if "accumulation" in name else 1
-            assert_same_and_balanced(name, plain, cad, losses=STEPS * accumulated)
+            assert_same_and_balanced(name, plain["entries"], cad["entries"], losses=STEPS * accumulated)
             lengths = unbalanced(STEPS * accumulated, WORLD, rows=accumulated)
-            assert [entry[BEFORE] for entry in cad if "loss" in entry] == pytest.approx(lengths), name
+            assert [entry[BEFORE] for entry in cad["entries"]] == pytest.approx(lengths), name
+
+
+def _compare_kinds(rank: int, world: int) -> dict[str, int]:
+    found = {}
+    for kind in KINDS:
+        plain, ours = without_and_with(_run, PackedRows(14), kind, gradient_accumulation_steps=3)
+        losses = [[one.get("loss", one.get("eval_loss")) for one in run["entries"]] for run in (ours, plain)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5) and ours["ends"] == plain["ends"], kind
+        found[kind] = ours["announced"]
+    return found
+
+
+@pytest.mark.slow
+def test_losses_ends_and_what_is_announced(fresh_workers: WorkerPool) -> None:
+    assert fresh_workers.run(_compare_kinds, WORLD, timeout=140.0) == [KINDS] * WORLD
+
+
+def _trainer(rank: int, world: int, folder: str) -> tuple[int, int]:
+    from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
+    from transformers import Trainer
+
+    give_every_accelerator(CADPlugin(**BLOCK))
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), BLOCK)
+    announced = _announcements(model)
+    arguments = training_arguments(folder, max_steps=5)
+    Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()
+    return len(announced), deepspeed_cad.current_session().statistics.micro_batches
+
+
+@pytest.mark.slow
+def test_the_trainer_announces_once(fresh_workers: WorkerPool, tmp_path: Any) -> None:
+    assert fresh_workers.run(_trainer, WORLD, str(tmp_path), timeout=100.0) == [(5, 5)] * 2

@@ -88,24 +88,6 @@ def test_other_models_train_the_same(tmp_path: Path, model: str, words: list[str
 
 
 @pytest.mark.long
-def test_alst_and_cad_train_the_same(tmp_path: Path) -> None:
-    """Full optimizer steps: losses after the first show gradients too."""
-    pytest.importorskip("deepspeed")
-    for mode in ("alst", "cad"):
-        run = torchrun(
-            2, "benchmarks/alst_step.py", "--mode", mode, "--tokens", "512", *TINY, "--tile", "100", "--steps", "2",
-            "--lr", "0.01", "--cad", '{"granularity": 16, "keep": "host"}', "--output", str(tmp_path / f"{mode}.json"),
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr[-4000:]
-    alst, cad = (json.loads((tmp_path / f"{mode}.json").read_text())["ranks"][0] for mode in ("alst", "cad"))
-    assert cad["losses"] == pytest.approx(alst["losses"], rel=1e-5) and len(set(cad["losses"])) == 3
-    assert cad["parked"] > 0 and cad["waited"] > 0 and alst["waited"] is None
-    words = [sys.executable, "benchmarks/alst_step.py", "--table", str(tmp_path)]
-    table = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert re.search(r"^\| alst \|.* 1\.000 ", table, re.MULTILINE) and "| cad |" in table
-
-
-@pytest.mark.long
 def test_a_server_killed_in_mid_step(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/killed_server.py", "--ranks", "2", "--limit", "60"]
     script = ["--cad", '{"granularity": 16}', "--output", str(tmp_path / "killed.json"), "--", "--tokens", "512", *TINY]
@@ -153,26 +135,3 @@ def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) 
     run = gpus(name, str(tmp_path), workload, script="two_gpus", **more)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert re.search(last, run.stdout) and list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", [False, True])
-def test_one_document_with_a_reserved_server_and_in_place(tmp_path: Path, hosts: bool) -> None:
-    # Servers tell twice a second how long they attended: as many steps as last longer.
-    size = [*TINY, *"--tokens 512 --warmup 1 --steps 15".split()]
-    launcher = ["benchmarks/run_on_hosts.py", "0,1", "host"] if hosts else ["-m", "deepspeed_cad.run"]
-    found = []
-    for name, block in (("reserved_x", {"servers": {"reserved": 1}}), ("in-place_x", {})):
-        script = ["--cad", json.dumps(block), "benchmarks/servers_step.py", *size]
-        run = torchrun(2, *launcher, *script, "--output", str(tmp_path / f"{name}.json"))
-        assert run.returncode == 0, run.stderr[-4000:]
-        found.append(json.loads((tmp_path / f"{name}.json").read_text()))
-        assert bool(found[-1]["link_GBps"]["between"]) == hosts
-        assert len(set(found[-1]["settings"]["hosts"].split(","))) == 1 + hosts
-    assert [(one["trainers"], one["servers"]) for one in found] == [(1, 1), (2, 0)]
-    reserved, in_place = (one["ranks"][0] for one in found)
-    assert reserved["loss"] == pytest.approx(in_place["loss"], rel=1e-5)
-    assert reserved["linear_s_per_token"][0] > 0 and 0 < reserved["servers_idle"] < 1
-    words = [sys.executable, ROOT / "benchmarks/servers_step.py", "--table", tmp_path]
-    table = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert re.search(r"\| reserved_x \| 1 \+ 1 \| c10d \|", table) and "| in-place_x | 2 + 0 | c10d |" in table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import training
 from engines import engine_config, import_deepspeed
 from model_cases import known_kind, tiny_model
 from pool import WorkerPool
+from torch.nn.utils.rnn import pad_sequence
 from trainers import losses_of, settings, start_anew, tokenizer, training_arguments, without_and_with
 
 import deepspeed_cad
@@ -40,16 +40,10 @@ def _rank_batches(lengths: list[list[int]], seed: int) -> list[dict[str, torch.T
     return [training.pack(training.documents(row, seed + i)) for i, row in enumerate(lengths)]
 
 
-def _stack(docs: list[torch.Tensor], side: str = "right") -> dict[str, torch.Tensor]:
+def _pad(docs: list[torch.Tensor], side: str = "right") -> dict[str, torch.Tensor]:
     """A padded batch; padding holds token 63."""
-    ids = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True, padding_value=63, padding_side=side)
-    ones = [torch.ones_like(doc) for doc in docs]
-    real = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
-    return {"input_ids": ids, "attention_mask": real, "labels": ids.masked_fill(real == 0, -100)}
-
-
-def _pad(lengths: list[int], seed: int, side: str = "right") -> dict[str, torch.Tensor]:
-    return _stack(training.documents(lengths, seed), side)
+    given = {"input_ids": (docs, 63), "attention_mask": ([doc * 0 + 1 for doc in docs], 0), "labels": (docs, -100)}
+    return {name: pad_sequence(rows, True, fill, side) for name, (rows, fill) in given.items()}
 
 
 # What travels
@@ -57,24 +51,19 @@ def _pad(lengths: list[int], seed: int, side: str = "right") -> dict[str, torch.
 
 def _rich(lengths: list[int], seed: int, padded: bool) -> dict[str, Any]:
     """A micro-batch with every kind of field; `name` tells each token from all others."""
-    docs, names = training.documents(lengths, seed), (torch.arange(sum(lengths)) + 1000 * seed).split(lengths)
-    halves = torch.tensor([1.0, 0.5], dtype=torch.float64)
-
-    def join(rows: Any, value: int = 0) -> torch.Tensor:
-        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_value=value)
-        return pad([*rows]) if padded else torch.cat([*rows])[None]
-
-    batch: dict[str, Any] = {
-        "input_ids": join(docs), "name": join(names), "weight": join(one[:, None] * halves for one in names),
-        "labels": join((torch.cat([doc[:1] * 0 - 100, doc[1:]]) for doc in docs), -100), "nothing": None, "flag": True,
-        "mask": join(one % 3 == 0 for one in names), "position_ids": join(torch.arange(n) for n in lengths),
-    }  # fmt: skip
-    batch["axes"] = torch.stack([batch["name"], -batch["name"]])
+    packed: dict[str, Any] = training.pack(training.documents(lengths, seed))
+    packed["name"] = torch.arange(sum(lengths))[None] + 1000 * seed
+    packed["weight"] = packed["name"][..., None].to(torch.float64) * torch.tensor([1.0, 0.5])
+    packed["mask"] = packed["name"] % 3 == 0
+    axes, others = torch.stack([packed["name"], -packed["name"]]), {"nothing": None, "flag": True}
     if not padded:
-        return batch | _derived(lengths)
-    up = torch.arange(max(lengths))
-    real = (up < torch.tensor(lengths)[:, None]).int()
-    return batch | {"attention_mask": real, "position_ids": up.expand(len(lengths), -1)}
+        return packed | {"axes": axes} | others | _derived(lengths)
+    width, fill = max(lengths), {"labels": -100}
+    batch = {name: pad_sequence(x[0].split(lengths), True, fill.get(name, 0)) for name, x in packed.items()}
+    batch["axes"] = torch.stack([pad_sequence(one[0].split(lengths), True) for one in axes])
+    batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).int()
+    batch["position_ids"] = torch.arange(width)[None].expand(len(lengths), -1)
+    return batch | others
 
 
 def _derived(lengths: list[int]) -> dict[str, Any]:
@@ -161,7 +150,8 @@ def _reason(batch: dict[str, Any], **changes: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-PACKED, PADDED = training.pack(training.documents([20, 12], 0)), _pad([20, 12], 0)
+DOCS = training.documents([20, 12], 0)
+PACKED, PADDED = training.pack(DOCS), _pad(DOCS)
 NUMBERS, HIDDEN = torch.tensor([[1] * 20 + [2] * 12]), torch.tensor([[1] * 30 + [0] * 2])
 TRAVELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PACKED, {}),
@@ -190,7 +180,7 @@ STAYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ('"lengths" (list)', PACKED, {"lengths": [20, 12]}),
     ("target of the document before", PACKED, {"labels": torch.ones(1, 32, dtype=torch.long)}),
     ("neither position_ids", PADDED, {"attention_mask": ...}),
-    ("padded on the left", _pad([20, 12], 0, "left"), {}),
+    ("padded on the left", _pad(DOCS, "left"), {}),
     ("its labels count where it is padded", PADDED, {"labels": PADDED["input_ids"]}),
     ('"name" differs in padding', PADDED, {"name": torch.arange(40).view(2, 20)}),
     ('"cu_seq_lens_q" numbers the tokens', PADDED, {"cu_seq_lens_q": torch.tensor([0, 20, 32])}),
@@ -332,10 +322,6 @@ class _Samples(torch.utils.data.Dataset):
         return self.documents[index]
 
 
-def _collate(padded: bool) -> Any:
-    return _stack if padded else training.pack
-
-
 def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 1, **_: Any) -> torch.Tensor:
     """What the model's own loss is, which computes in fp32."""
     logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -353,7 +339,7 @@ def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **ch
     # The last batch of an epoch has 3 documents on rank 0 and 2 on rank 1; one step has a single micro-batch.
     data = {"train_dataset": _Samples(45), "eval_dataset": _Samples(8)}
     arguments = training_arguments(folder, **given, **changes)
-    return Trainer(model=model, args=arguments, data_collator=_collate(padded), **data)
+    return Trainer(model=model, args=arguments, data_collator=_pad if padded else training.pack, **data)
 
 
 def _run(trainer: Any, **given: Any) -> dict[str, Any]:
@@ -429,7 +415,7 @@ def _prepared(cad: bool) -> dict[str, Any]:
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK, documents="deal")] if cad else None)
-    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=_collate(False))
+    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=training.pack)
     model, loader = accelerator.prepare(training.sdpa_llama(torch.float64), data)
     for batch in loader:
         accelerator.backward(training.loss_sum(model, batch) / 100)

@@ -65,25 +65,6 @@ def test_fsdp1_with_unequal_numbers_of_batches(workers: WorkerPool, late: bool) 
     assert workers.run(_fsdp1, 2, late) == 2 * [2 * (2 + 3)]
 
 
-def _alone_by_default(rank: int, world: int) -> None:
-    """Only rank 1 looks, in either mode; it counts nowhere, and no exchange is begun."""
-    model, reference = _model(BLOCK), training.tiny_llama()
-    session = deepspeed_cad.current_session()
-    docs = training.documents([30, 4], seed=rank)
-    if rank == 1:
-        for training_mode in (True, False):
-            with torch.no_grad():
-                found = model.train(training_mode)(**training.pack(docs)).logits[0]
-            assert (found - torch.cat(_alone(reference, docs))).abs().max() < 1e-10
-    assert session.transport.exchanges == 0 and session.statistics.micro_batches == 0
-    training.step_as_alone(model.train(), reference, docs)
-    assert session.statistics.micro_batches == 1 and session.forward_only.micro_batches == 0
-
-
-def test_alone_by_default(workers: WorkerPool) -> None:
-    workers.run(_alone_by_default, 2)
-
-
 def _generate(rank: int, world: int, block: dict[str, Any]) -> None:
     """As GRPO does: in train mode, without gradients, answers of another length on each rank, then a step."""
     model, reference = _model(block), training.tiny_llama()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import training
 from pool import WorkerPool
+from torch.distributed.utils import _apply_to_tensors
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 import deepspeed_cad
+from deepspeed_cad.attention.microbatch import MaskDescriptor
+from deepspeed_cad.attention.setup import Modes
 
 LENGTHS = {
     2: [[260], [40, 30, 9, 1, 50]],
@@ -54,6 +60,32 @@ def test_same_as_each_document_alone(workers: WorkerPool, world: int, overlap: s
     assert results[0]["before"] > 1.3
     assert results[0]["after"] < 1.05
     assert sum(r["sent"] for r in results) > 0
+
+
+def _ddp(rank: int, world: int, overlap: str) -> int:
+    reference, own = training.tiny_llama(), [training.documents(LENGTHS[2][one], seed=one) for one in range(world)]
+    block = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "overlap": overlap}
+    wrapped = DistributedDataParallel(deepspeed_cad.apply(training.tiny_llama(), block))
+    for micro_batch in range(3):
+        with nullcontext() if micro_batch == 2 else wrapped.no_sync():
+            training.loss_sum(wrapped, training.pack(own[rank])).backward()
+    alone = [training.alone(reference, docs)[1] for docs in own]
+    training.assert_gradients(
+        wrapped.module, {name: sum(3 * one[name] / world for one in alone) for name in alone[0]}, 1e-9
+    )
+    return deepspeed_cad.current_session().transport.exchanges
+
+
+@pytest.mark.parametrize(("overlap", "parts"), [("local_first", 1), ("interleave", 2)])
+def test_data_parallel_wrapper_and_accumulation(workers: WorkerPool, overlap: str, parts: int) -> None:
+    assert workers.run(_ddp, 2, overlap) == [3 * 2 * parts * 4] * 2
+
+
+def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:
+    """FSDP's mixed precision and DDP rebuild containers of tensors among arguments; a descriptor is none."""
+    descriptor = MaskDescriptor(None, 7, None, Modes())
+    assert _apply_to_tensors(lambda x: x, {"attention_mask": descriptor})["attention_mask"] is descriptor
+    assert tree_map(lambda x: x, [descriptor])[0] is descriptor
 
 
 @pytest.mark.parametrize("overlap", ["local_first", "interleave"])

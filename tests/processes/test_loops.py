@@ -52,6 +52,8 @@ RIGHT: dict[str, Case] = {
     "numbers, padded": loop(forms=("rows none numbers",)),
     "additive": loop(block=interleaved(), forms=("row none bias",)),
     "a stream": loop(3, block={"overlap": "interleave"}, forms=("stream",)),
+    "a stream, state": loop(block={"forward_only": "balanced"}, model="qwen3_5_text", forms=("stream",), look=1),
+    "streams, state": loop(4, model="lfm2", forms=("stream",), batches=(4,) * 4, checkpoint="reentrant"),
     "a stream, sinks": loop(model="gpt_oss", forms=("stream",)),
     "a stream, latent attention": loop(model="deepseek_v3", forms=("stream",)),
     "streams, some in zigzag": loop(3, block={"waves": 2}, forms=("stream",), batches=(4,) * 3),
@@ -75,12 +77,10 @@ RIGHT: dict[str, Case] = {
     "2 + 1, a stream": loop(servers=1, forms=("stream",)),
 }
 SELDOM = {
+    "streams, state": SLOW,
     "interleaved, reentrant": LONG,
     "3 + 3": SLOW,
     "1 + 1": LONG,
-    "2 + 3": LONG,
-    "3 + 1": LONG,
-    "3 + 1, a stream": LONG,
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.models import is_mixture, refuse_model
 from model_cases import FAMILIES, NEW, Family, known_kind, tiny_config, tiny_model
@@ -18,6 +19,8 @@ from deepspeed_cad.errors import CADUnsupportedError
 
 LENGTHS = [[150, 3, 39], [20, 40, 1, 30, 37]]
 """Documents of each rank: the first has most of the attention."""
+SPANNING = ([20, 190, 17, 13], 120)
+"""Documents of one stream, and its rows per rank: the second document lies on both ranks."""
 
 
 def _need(family: Family) -> None:
@@ -98,6 +101,26 @@ def _whole_documents(rank: int, world: int, family: Family, overlap: str, checkp
     return {"logits": _difference(logits.detach()[0], torch.cat(expected)), **_compare(model, reference), **_figures()}
 
 
+def _spanning_documents(rank: int, world: int, family: Family) -> dict[str, Any]:
+    """A stream cut into equal rank parts: logits, and gradients summed over ranks."""
+    import deepspeed_cad
+
+    lengths, rows = SPANNING
+    reference = _build(family, None)
+    model = deepspeed_cad.apply(_build(family, None), _settings("local_first"))
+    numbered = list(enumerate(lengths))
+    here = slice(rank * rows, (rank + 1) * rows)
+    ids = torch.cat([_document(*one) for one in numbered])[here].unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in lengths])[here].unsqueeze(0)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    expected = torch.cat(_alone(reference, numbered))[here]
+    weights = torch.cat([_weights(number, torch.zeros(length, 96, dtype=logits.dtype)) for number, length in numbered])
+    (logits[0] * weights[here]).sum().backward()
+    for gradient in (p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None):
+        dist.all_reduce(gradient)
+    return {"logits": _difference(logits.detach()[0], expected), **_compare(model, reference), **_figures()}
+
+
 def _compare(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
     got, expected = _gradients(model), _gradients(reference)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
@@ -128,7 +151,7 @@ def _check(found: list[dict[str, Any]], family: Family) -> None:
 
 INTERLEAVED = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "cohere2", "mixtral", "qwen3_moe", "gpt_oss",
-    "deepseek_v3", "qwen3_5_text", "lfm2", "nemotron_h",
+    "deepseek_v3", "qwen3_5_text", "lfm2", "nemotron_h", "llama4_text",
 )  # fmt: skip
 """Families whose decoders differ in what such a cut must mind. All that can be checkpointed passed by hand."""
 ALONE = (
@@ -157,6 +180,30 @@ def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""
     _need(family)
     _check(workers.run(_whole_documents, 2, family, "interleave", "plain"), family)
+
+
+LLAMA_4 = next(family for family in FAMILIES if family.kind == "llama4_text")
+"""One layer in chunks of 32 tokens, and one with all keys whose temperature changes every 16."""
+
+
+def test_chunks_of_a_document_on_two_ranks(workers: WorkerPool) -> None:
+    """Its positions go beyond a rank's rows. gpt_oss and deepseek_v3 are streams of test_loops.py."""
+    _need(LLAMA_4)
+    _check(workers.run(_spanning_documents, 2, LLAMA_4), LLAMA_4)
+
+
+def _verified(rank: int, world: int) -> str:
+    import deepspeed_cad
+
+    with pytest.raises(CADUnsupportedError) as error:
+        deepspeed_cad.apply(_build(LLAMA_4, None), {**_settings("local_first"), "verify": 1})
+    return str(error.value)
+
+
+def test_what_cannot_be_had_beside_chunks(workers: WorkerPool) -> None:
+    _need(LLAMA_4)
+    words = 'layers of this model attend in chunks, beside which "verify" cannot be had'
+    assert workers.run(_verified, 2) == [words] * 2
 
 
 def test_table_is_what_is_tested() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import trainers
-import training
 from launched import run, run_ranks, torchrun
 
 HERE = Path(__file__).resolve().parent
@@ -28,9 +27,7 @@ pytestmark = [
 
 def _write_inputs(folder: Path) -> None:
     """A tiny checkpoint, and rows with texts of very different lengths."""
-    trainers.tokenizer().save_pretrained(folder / "model")
-    model = training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62)
-    model.save_pretrained(folder / "model")
+    trainers.write_model(folder)
     pick = random.Random(0)
 
     def words(count: int) -> str:

@@ -31,20 +31,16 @@ def _train(rank: int, world: int, overlap: str, attention: str, side: str, rows:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "side", "rows"),
+    ("overlap", "attention", "side", "rows"),
     [
-        ("local_first", "left", "rows"), ("interleave", "right", "rows"), ("interleave", "left", "one row"),
-        ("interleave", "right", "one row"), ("interleave", "right", "one row, none padded"),
+        ("local_first", "sdpa", "left", "rows"), ("interleave", "sdpa", "left", "one row"),
+        ("interleave", "sdpa", "right", "one row"), ("interleave", "sdpa", "right", "one row, none padded"),
+        ("interleave", "eager", "left", "rows"), ("interleave", "eager", "right", "one row"),
     ],
 )  # fmt: skip
-def test_as_without_cad(workers: WorkerPool, overlap: str, side: str, rows: str) -> None:
-    sent = workers.run(_train, 2, overlap, "sdpa", side, rows)
+def test_as_without_cad(workers: WorkerPool, overlap: str, attention: str, side: str, rows: str) -> None:
+    sent = workers.run(_train, 2, overlap, attention, side, rows)
     assert sum(sent) > 0 or rows == "one row, none padded"
-
-
-@pytest.mark.parametrize(("side", "rows"), [("left", "rows"), ("right", "one row")])
-def test_eager_in_two_nano_batches(workers: WorkerPool, side: str, rows: str) -> None:
-    workers.run(_train, 2, "interleave", "eager", side, rows)
 
 
 def _refused(rank: int, world: int) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import training
 from pool import WorkerPool
@@ -21,24 +19,7 @@ def _documents(rank: int, index: int) -> list[torch.Tensor]:
     return training.documents(LENGTHS[(rank + index) % 4], seed=10 * index + rank)
 
 
-def _step(
-    model: torch.nn.Module,
-    reference: torch.nn.Module,
-    rank: int,
-    batch: dict[str, Any],
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    """Train a micro-batch, doing something between forward and backward; its loss is that of its documents alone."""
-    index = batch.pop("index")
-    loss = training.loss_sum(model, batch)
-    between()
-    loss.backward()
-    expected, _ = training.alone(reference, _documents(rank, index))
-    assert abs(float(loss.detach()) - expected) < 1e-8, (rank, index)
-    batch["index"] = index
-
-
-def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int]:
+def _take_turns_to_be_slow(rank: int, world: int) -> tuple[int, int]:
     """Each rank in its turn plans, computes and reads until the other one has looked at the board some times.
 
     Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
@@ -65,7 +46,7 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
         for index in range(10):
             if index == 8 + rank:
                 is_slow("told", "asked")
-            yield training.pack(_documents(rank, index)) | {"index": index}
+            yield training.pack(_documents(rank, index))
 
     def slow_plan(*given: Any, **named: Any) -> Any:
         if session.plans.turn == 3 + rank:
@@ -77,20 +58,21 @@ def _take_turns_to_be_slow(rank: int, world: int, ahead: bool) -> tuple[int, int
     session.plans.plan_tick = slow_plan
     worker.TELL_S, patience.LOOK_S = 0.02, 0.03
     try:
-        for i, batch in enumerate(session.look_ahead(batches(), model) if ahead else batches()):
+        for i, batch in enumerate(session.look_ahead(batches(), model)):
             if i == 8:
                 with torch.no_grad():
                     training.loss_sum(model, training.pack(_documents(rank, 9)))
-            _step(model, reference, rank, batch, (lambda: is_slow("asked")) if i == 5 + rank else lambda: None)
+            loss = training.loss_sum(model, batch)
+            if i == 5 + rank:
+                is_slow("asked")
+            loss.backward()
+            assert abs(float(loss.detach()) - training.alone(reference, _documents(rank, i))[0]) < 1e-8, (rank, i)
     finally:
         worker.TELL_S, patience.LOOK_S = before
         session.plans.plan_tick = plan_tick
     return store.add(f"told/{rank}", 0), store.add(f"asked/{rank}", 0)
 
 
-@pytest.mark.parametrize(
-    "ahead", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["look-ahead", "at the forward"]
-)
-def test_ranks_that_are_only_slow_are_waited_for(workers: WorkerPool, ahead: bool) -> None:
-    ranks = workers.run(_take_turns_to_be_slow, 2, ahead)
+def test_ranks_that_are_only_slow_are_waited_for(workers: WorkerPool) -> None:
+    ranks = workers.run(_take_turns_to_be_slow, 2)
     assert all(told > 5 for told, _ in ranks) and all(asked > 5 for _, asked in ranks), ranks

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import training
-from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
 from served import run
 
@@ -72,30 +71,3 @@ def test_same_as_each_document_alone(workers: WorkerPool, tmp_path: Path, traine
 def test_trainers_attend_where_attention_takes_longer(workers: WorkerPool, tmp_path: Path) -> None:
     results, _ = run(workers, 2, 1, _train, False, cost=_profile(tmp_path, 1e-3))
     assert max(results[0]["loads"][-1]) < 1.1 * sum(results[0]["loads"][-1]) / 3
-
-
-def _zero_3(rank: int, trainers: int, block: dict[str, Any]) -> tuple[Any, Any, str]:
-    """Losses with and without CAD, and why parts alternate inside layers."""
-    from deepspeed_cad.session import close_session
-
-    import_deepspeed()
-    config = engine_config(3)
-    own = [training.documents(LENGTHS[trainers][rank], seed=rank)] * 4
-
-    def train(config: dict[str, Any]) -> list[float]:
-        return train_engine(config, "non-reentrant", own, lambda loss: float(loss.detach()))
-
-    cad = train({**config, "cad": block})
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    (reason,) = (binding.in_turn for binding in session.bindings.values())
-    close_session()
-    return train(config), cad, reason
-
-
-@pytest.mark.slow
-def test_zero_3(fresh_workers: WorkerPool) -> None:
-    results, _ = run(fresh_workers, 2, 1, _zero_3)
-    for plain, cad, found in results:
-        assert found.startswith("ZeRO-3 shards the parameters")
-        assert cad == pytest.approx(plain, rel=1e-4) and cad[-1] < cad[0] - 0.02

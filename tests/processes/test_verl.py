@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import trainers
-import training
 import transformers
 from launched import run, torchrun
 from packaging.version import Version
@@ -34,9 +33,7 @@ def _write_inputs(folder: Path) -> None:
     words.chat_template = (
         "{% for one in messages %}{{ one['content'] }} {% if one['role'] == 'assistant' %}</s> {% endif %}{% endfor %}"
     )
-    words.save_pretrained(folder / "model")
-    model = training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62)
-    model.save_pretrained(folder / "model")
+    trainers.write_model(folder, words)
     pick = random.Random(0)
     rows = []
     for _ in range(24):

@@ -10,7 +10,7 @@ from deepspeed_cad.integrations.model_table import SEEING
 from model_cases import NEW, known_kind
 from pool import WorkerPool
 from training import LINKS
-from vision_cases import IMAGE, MODELS, Document, Seeing, alone, make_document, pack, tiny_seeing
+from vision_cases import MODELS, Document, Seeing, alone, make_document, pack, tiny_seeing
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
@@ -106,56 +106,6 @@ def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, 
     """As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches."""
     _need(case)
     _check(workers.run(_train, 2, case, form, overlap, checkpoint), case)
-
-
-def _blank(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The row with an image of zeros behind its documents, in none of them, for a rank that has no image."""
-    tokens, patches = 8, 32
-    ids = torch.full((1, tokens), IMAGE)
-    return {
-        **given, "input_ids": torch.cat([given["input_ids"], ids], 1),
-        "position_ids": torch.nn.functional.pad(given["position_ids"], (0, tokens)),
-        "attention_mask": torch.nn.functional.pad(given["attention_mask"], (0, tokens)),
-        "pixel_values": torch.zeros(patches, 96, dtype=torch.float64), "image_grid_thw": torch.tensor([[1, 4, 8]]),
-    }  # fmt: skip
-
-
-def _sharded(rank: int, world: int) -> float:
-    """FSDP2, with a vision tower that is gathered on its own: every rank must run it."""
-    from torch.distributed.fsdp import fully_shard
-
-    reference, model = tiny_seeing(OF_AXES), tiny_seeing(OF_AXES)
-    of_ranks = [
-        [
-            make_document(OF_AXES, reference, 10 * one + i, length, images, 0)
-            for i, (length, images, _) in enumerate(row)
-        ]
-        for one, row in enumerate(DOCUMENTS)
-    ]
-    for part in (*model.model.language_model.layers, model.model.visual, model):
-        fully_shard(part)
-    deepspeed_cad.apply(model, SETTINGS)
-    weights = [[_weights(10 * one + i, d.length) for i, d in enumerate(row)] for one, row in enumerate(of_ranks)]
-    given = pack(OF_AXES, of_ranks[rank], "numbers")
-    if rank == 1:
-        given = _blank(given)
-    own = torch.cat(weights[rank])
-    _run(model, given, torch.nn.functional.pad(own, (0, 0, 0, given["input_ids"].shape[1] - len(own))))
-    for documents, of_rank in zip(of_ranks, weights):
-        for document, weight in zip(documents, of_rank):
-            _run(reference, alone(document), weight)
-    expected = {name: p.grad / world for name, p in reference.named_parameters() if p.grad is not None}
-    largest = max(float(one.abs().max()) for one in expected.values())
-    return max(
-        float((p.grad.full_tensor() - expected.get(name, 0)).abs().max()) / largest
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    )
-
-
-def test_a_blank_image_where_a_rank_has_none(workers: WorkerPool) -> None:
-    _need(OF_AXES)
-    assert max(workers.run(_sharded, 2)) < OF_AXES.tolerance
 
 
 def _no_text_axis(rank: int, world: int) -> str:

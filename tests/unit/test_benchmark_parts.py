@@ -13,8 +13,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
-import finetune_table  # noqa: E402
-import slowed  # noqa: E402
 import steps  # noqa: E402
 from train_split import cut_pieces  # noqa: E402
 from train_workload import Workload  # noqa: E402
@@ -102,31 +100,6 @@ def test_pieces_cover_documents_and_read_their_keys(lengths: tuple[int, ...], ra
             document = int(np.searchsorted(starts, queries[0], side="right")) - 1
             assert keys.tolist() == list(range(starts[document], queries[-1] + 1))
             assert queries.tolist() == list(range(queries[0], queries[-1] + 1))
-
-
-def test_fine_tuning_side_by_side() -> None:
-    balance = {"cad/attention_max_over_mean": 1.1, "cad/attention_max_over_mean_before": 2.0}
-    off = [{"loss": 2.0 - i, "seconds": s} for i, s in enumerate([90.0, 80.0, 6.0, 4.0])]
-    on = [{"loss": 2.0 - i + 1e-3 * i, "seconds": s, **balance} for i, s in enumerate([99.0, 70.0, 2.0, 2.0])]
-    found = finetune_table.compare(off, on)
-    assert found["median_s"] == {"off": 5.0, "on": 2.0} and found["off_over_on"] == 2.5
-    assert found["largest_difference_of_losses"] == pytest.approx(3e-3)
-    assert "| 4 | -1.000000 | -0.997000 | 4.000 | 2.000 | 2.00 | 1.10 |" in finetune_table.table(found)
-    with pytest.raises(ValueError, match="3 steps without CAD and 4 with it"):
-        finetune_table.compare(off[:3], on)
-
-
-def test_what_speeds_allow() -> None:
-    # 10 s of attention by either rank of which one has 1 s and the other 3 s besides: (T - 1 + T - 3) / 10 = 1
-    assert slowed.allowed([1.0, 3.0], [10.0, 10.0], False) == pytest.approx(7.0)
-    # half the speed: (T - 1) / 10 + (T - 3) / 20 = 1
-    assert slowed.allowed([1.0, 3.0], [10.0, 20.0], False) == pytest.approx(25 / 3)
-    # a server beside a trainer that has no time left
-    assert slowed.allowed([9.0, 0.0], [10.0, 5.0], False) == pytest.approx(9.0)
-    # in place, the first half is late: nothing can begin before its keys are there
-    assert slowed.allowed([3.0, 1.0], [20.0, 10.0], True) == pytest.approx(3 + 20 / 3)
-    # the second half is late: the first has a fourth of everything to do, 2.5 s, and needs none of its keys
-    assert slowed.allowed([1.0, 3.0], [10.0, 10.0], True) == pytest.approx(7.0)
 
 
 def test_rows_become_table_and_picture(tmp_path: Path) -> None:

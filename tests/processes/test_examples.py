@@ -1,8 +1,11 @@
-"""The example for one long document, from a checkpoint to a checkpoint, against the same documents on one rank."""
+"""Examples: the commands of docs/ that need no GPU are run as they stand there, and what they save loads without this
+package; the one for a long document, from a checkpoint to a checkpoint, against the same documents on one rank."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 from itertools import chain, islice
 from pathlib import Path
@@ -14,13 +17,67 @@ from forked import launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = sorted(
+    {
+        command
+        for page in (ROOT / "docs").glob("*.md")
+        for command in re.findall(r"```\n(torchrun --nproc_per_node 2 [^\n]*)\n```", page.read_text())
+    }
+)
+LOAD = """
+import sys
+sys.modules["deepspeed_cad"] = None
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sum(p.numel() for p in model.parameters()), model.config._attn_implementation)
+"""
+
+
+def test_every_page_of_a_framework_has_a_command() -> None:
+    assert len(COMMANDS) >= 4
+    for page in ("accelerate", "trainer", "trl", "fsdp"):
+        assert any(command in (ROOT / "docs" / f"{page}.md").read_text() for command in COMMANDS), page
+
+
+OFTEN = ("trainer.py --tiny --steps 4", "trl_sft.py", "fsdp2.py")
+"""One script for each framework (that of Accelerate is the Trainer's); the others before a release."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        command if any(name in command for name in OFTEN) else pytest.param(command, marks=pytest.mark.long)
+        for command in (*COMMANDS, "torchrun --nproc_per_node 2 examples/lora.py --tiny --steps 2")
+    ],
+)
+def test_command(tmp_path, command: str) -> None:
+    """What torchrun starts; torchrun itself is tried in test_run.py."""
+    torchrun, option, count, *words = shlex.split(command)
+    assert (torchrun, option) == ("torchrun", "--nproc_per_node")
+    done = launch(int(count), [*words, "--save", str(tmp_path)], ROOT, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = done.stdout
+    assert "attention max/mean" in said and "loss" in said
+    if "own_model.py" in command:
+        return  # no model of transformers, and it saves nothing
+    parameters, attention = launch(1, ["-c", LOAD, str(tmp_path)], ROOT).stdout.split()[-2:]
+    assert int(parameters) > 50_000 and attention != "cad"
+
+
+# A document of all ranks
+
 TOKENS, STEPS, LR = 400, 3, 3e-3
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")]
 
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _million(*arguments: str) -> subprocess.CompletedProcess[str]:
     return launch(2, ["examples/million_tokens.py", *arguments], ROOT, PYTHONWARNINGS="ignore")
+
+
+def _losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    last = next(line for line in done.stdout.splitlines() if line.startswith("losses: "))
+    return json.loads(last.removeprefix("losses: "))
 
 
 def _plain(model: Path, data: Path) -> tuple[list[float], torch.nn.Module]:
@@ -42,6 +99,8 @@ def _plain(model: Path, data: Path) -> tuple[list[float], torch.nn.Module]:
     return losses, trained
 
 
+@pytest.mark.slow
+@ON_CPU
 def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) -> None:
     trainers.write_inputs(tmp_path)
     config = json.loads((ROOT / "examples" / "ds_million_cad.json").read_text())
@@ -49,14 +108,13 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
     config["cad"] |= {"granularity": 16}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     model, data, out = tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "out"
-    done = _run(
+    done = _million(
         "--deepspeed_config", str(tmp_path / "ds.json"), "--model", str(model), "--data", str(data),
         "--tokens", str(TOKENS), "--steps", str(STEPS), "--tile", "64", "--save", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    last = next(line for line in done.stdout.splitlines() if line.startswith("losses: "))
     expected, trained = _plain(model, data)
-    assert json.loads(last.removeprefix("losses: ")) == pytest.approx(expected, abs=2e-5)
+    assert _losses(done) == pytest.approx(expected, abs=2e-5)
     assert len(set(expected)) == STEPS
     found = AutoModelForCausalLM.from_pretrained(out).state_dict()
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
@@ -68,11 +126,14 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
     AutoTokenizer.from_pretrained(out)
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_divide() -> None:
-    done = _run("--tiny", "--tokens", "511")
+    done = _million("--tiny", "--tokens", "511")
     assert done.returncode != 0 and "--tokens 511: ranks hold equally many tokens" in done.stderr
 
 
+@pytest.mark.slow
+@ON_CPU
 @pytest.mark.long
 def test_a_hybrid_on_two_ranks_is_one_on_one() -> None:
     """The document's state crosses ranks."""
@@ -80,6 +141,5 @@ def test_a_hybrid_on_two_ranks_is_one_on_one() -> None:
     for ranks in (1, 2):
         done = launch(ranks, ["examples/million_tokens.py", "--tiny", "--hybrid"], ROOT, PYTHONWARNINGS="ignore")
         assert done.returncode == 0, done.stderr[-4000:]
-        last = next(line for line in done.stdout.splitlines() if line.startswith("losses: "))
-        losses.append(json.loads(last.removeprefix("losses: ")))
+        losses.append(_losses(done))
     assert losses[1] == pytest.approx(losses[0], abs=2e-5)
