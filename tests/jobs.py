@@ -31,21 +31,17 @@ class Job:
         self.processes[name] = Script(words, self.folder, env, self.folder / name)
         return self.processes[name]
 
-    def launch(self, rank: int, world: int, *script: str, block: dict = BLOCK, first: str = "") -> None:
-        """A rank under the launcher of CAD; `first`: what its Python runs before."""
-        how = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
-        words = [*(how if first else ["-m", "deepspeed_cad.run"]), "--cad", json.dumps(block), SCRIPT, *script]
-        self.start(
-            f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
-        )  # fmt: skip
-
     def launch_all(
         self, world: int, *script: str, block: dict = BLOCK, first: str = "", who: int | None = None
     ) -> None:
-        """Every rank; `first` before all or before `who` alone."""
+        """Every rank under the launcher of CAD; `first`: what the Python of all, or of `who` alone, runs before."""
+        after = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
         for rank in range(world):
-            self.launch(rank, world, *script, block=block, first=first if who in (None, rank) else "")
+            how = after if first and who in (None, rank) else ["-m", "deepspeed_cad.run"]
+            self.start(
+                f"rank{rank}", [*how, "--cad", json.dumps(block), SCRIPT, *script], RANK=rank, WORLD_SIZE=world,
+                LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
+            )  # fmt: skip
 
     def serve(self, name: str, *words: str) -> Script:
         """A server that joins."""

@@ -199,22 +199,24 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
         said = _last_words(Path(f"{stem}.{rank}.log")) if process.returncode == EXIT_CODE else ""
         if explained(launch, said, options.ranks):
             # Its GPU could not be freed from a wait: then the watchdog says why and ends the process.
-            ended.lines.append(
-                {"what": launch.group, "case": launch.case, "state": PASSED, "rank": rank, "seconds": 0.0,
-                 "detail": f"the process ended: {said}"}
-            )  # fmt: skip
+            ended.lines.append(_line(launch, PASSED, f"the process ended: {said}", rank))
             continue
         how = f"did not end within {seconds:.0f} s" if rank in killed else f"ended with {process.returncode}"
-        last = open_cases[-1] if len(open_cases) > len(done) else {"what": launch.group, "case": launch.case}
-        ended.lines.append(
-            {"what": last["what"], "case": last["case"], "state": FAILED, "rank": rank, "seconds": 0.0,
-             "detail": f"the process of rank {rank} {how}"}
-        )  # fmt: skip
+        line = _line(launch, FAILED, f"the process of rank {rank} {how}", rank)
+        last = open_cases[-1] if len(open_cases) > len(done) else line
+        ended.lines.append({**line, "what": last["what"], "case": last["case"]})
     if any(line["state"] == FAILED for line in ended.lines):
         tails = [(rank, Path(f"{stem}.{rank}.log").read_text(errors="replace")) for rank in range(options.ranks)]
         ended.log = "\n".join(f"--- {launch.label}, rank {rank}\n{text[-3000:]}" for rank, text in tails)
     del store
     return ended
+
+
+def _line(launch: Launch, state: str, detail: str, rank: int = 0) -> dict[str, Any]:
+    """What is said of a launch as a whole."""
+    return {
+        "what": launch.group, "case": launch.case, "state": state, "rank": rank, "seconds": 0.0, "detail": detail
+    }  # fmt: skip
 
 
 def explained(launch: Launch, said: str, ranks: int) -> bool:
@@ -251,14 +253,13 @@ def run_group(group: str, options: argparse.Namespace, folder: Path, until: floa
     cuda = options.device == "cuda"
     wanted = launches(group, options.ranks, cuda, options.hosts, options.shared)
     if isinstance(wanted, str):
-        line = {"what": group, "case": "", "state": SKIPPED, "detail": wanted, "seconds": 0.0, "rank": 0}
-        return [Ended(Launch(group), [line])]
+        return [Ended(Launch(group), [_line(Launch(group), SKIPPED, wanted)])]
 
     def one(launch: Launch) -> Ended:
         left = until - time.monotonic()
         if left < 10:
-            line = {"what": group, "case": launch.case, "state": FAILED, "seconds": 0.0, "rank": 0}
-            return Ended(launch, [{**line, "detail": f"not run: the {options.budget:.0f} s for everything are over"}])
+            why = f"not run: the {options.budget:.0f} s for everything are over"
+            return Ended(launch, [_line(launch, FAILED, why)])
         begun = time.monotonic()
         found = start(launch, options, folder, min(launch.limit_s * options.patience, left))
         found.seconds = time.monotonic() - begun
@@ -377,29 +378,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def write(options: argparse.Namespace, rows: list[dict[str, Any]], ended: list[Ended], result: str) -> None:
     """Everything as JSON."""
-    on_gpu = options.device == "cuda"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE
-    )
-    machine = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}",
-        "gpus": torch.cuda.device_count(),
-        "ranks": options.ranks,
-        "kernel": options.kernel,
-        "torch": torch.__version__,
-        "commit": options.commit or commit.stdout.strip() or "unknown",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {platform.machine()}"
     everything = {
-        "result": result,
-        **machine,
-        "table": rows,
+        "result": result, "device": device, "gpus": torch.cuda.device_count(), "ranks": options.ranks,
+        "kernel": options.kernel, "torch": torch.__version__, "commit": options.commit or commit or "unknown",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "table": rows,
         "lines": [
             {"launch": one.launch.label, "hosts": one.launch.hosts, "seconds": round(one.seconds), "lines": one.lines}
             for one in ended
         ],
         "logs": [one.log for one in ended if one.log],
-    }
+    }  # fmt: skip
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(everything, indent=1) + "\n")
 

@@ -160,14 +160,9 @@ OFTEN: dict[str, Any] = {
     "KTO, accumulation": (_kto, {"gradient_accumulation_steps": 2}),
 }
 OTHER: dict[str, Any] = {
-    "packing, accumulation": (_sft, {"packing": True, "gradient_accumulation_steps": 2}),
     "padding": (_sft, {"per_device_train_batch_size": 4}),
     "RLOO, checkpointing": (_rollouts, {"kind": "RLOO", "gradient_checkpointing": True}),
-    "GRPO, checkpointing": (_rollouts, {"gradient_checkpointing": True}),
-    "KTO, checkpointing": (_kto, {"gradient_checkpointing": True}),
-    "DPO, checkpointing": (_dpo, {"per_device_train_batch_size": 2, "gradient_checkpointing": True}),
     "DPO, padding-free": (_dpo, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 2}),
-    "RLOO": (_rollouts, {"kind": "RLOO"}),
     "DPO, LoRA as its own reference": (_dpo, {"lora": True, "gradient_accumulation_steps": 2}),
 }
 ZERO: dict[str, Any] = {"DPO, ZeRO-3": (_dpo, {"stage": 3, "per_device_train_batch_size": 2})}
