@@ -1,10 +1,8 @@
 """Which rows an exchange copies where: pure tables, made once per schedule and used by every layer.
 
-In: a `Schedule`. Out: `PushTable`s (what this rank copies into the landing areas of its peers), `LandingPlan`s (where
-each field begins there) and `PlacementTable`s (where rows that came back belong). Where only some ranks are neighbours,
-whose memory this one reaches: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the messages to and
-from all others. Both parts fill the same buffers, and every slice is in one of them. Tests run whole exchanges on these
-tables without a GPU.
+In: a `Schedule`. Out: `PushTable`s, what this rank copies into its peers' landing areas. Where only some ranks are
+neighbours, whose memory this one reaches: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the
+messages to and from all others. Both parts fill the same buffers, and every slice is in one of them.
 
 A message is a run of rows that lie one behind the other at the server. Both ends cut the same runs, because they see
 the slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
@@ -51,33 +49,6 @@ class PushTable:
     """[2]: query and key rows that leave this rank."""
     source_rows: Ints
     """[2]: one past the highest source row that is read, of query and of key tensors."""
-
-
-@dataclass(frozen=True, eq=False)
-class PlacementTable:
-    """Where rows of one kind that came back belong at home."""
-
-    target: Ints
-    """[targets]: row × groups + group, each once."""
-    begin: Ints
-    """[targets + 1]: the part of `source` that each target receives."""
-    source: Ints
-    """A row of the landing area where ≥ 0, else row −1 − source of the rank's own served tensor."""
-
-    @property
-    def depth(self) -> int:
-        """Most contributions that one target receives."""
-        return int(np.diff(self.begin).max()) if len(self.target) else 0
-
-
-@dataclass(frozen=True, eq=False)
-class LandingPlan:
-    """Bytes of one landing area: where each field begins at every rank, and how much every rank needs."""
-
-    offset: Ints
-    """[fields, ranks]"""
-    total: Ints
-    """[ranks]"""
 
 
 def dispatch_pushes(schedule: Schedule) -> PushTable:
@@ -130,30 +101,22 @@ def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) ->
     )
 
 
-def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> LandingPlan:
-    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows."""
+def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> tuple[Ints, Ints]:
+    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows.
+
+    Gives bytes: where each field begins in the landing area of every rank ([fields, ranks]), and how much every rank
+    needs ([ranks]).
+    """
     sizes = np.array([rows[:, kind] * width for kind, width in zip(kinds, row_bytes)], np.int64).reshape(-1, len(rows))
     padded = -(-sizes // ALIGNMENT) * ALIGNMENT
-    ends = np.cumsum(padded, axis=0)
-    return LandingPlan(ends - padded, padded.sum(axis=0))
+    return np.cumsum(padded, axis=0) - padded, padded.sum(axis=0)
 
 
-def address_fields(sources: list[tuple[int, int, int, int, int]], areas: Ints, plan: LandingPlan) -> Ints:
-    """[fields, 5 + ranks]: kind, source address, bytes from row to row, from group to group and of one row; then where
-    the field begins at every rank, whose landing areas begin at `areas`."""
+def address_fields(sources: list[tuple[int, int, int, int, int]], landing: Ints) -> Ints:
+    """[fields, 5 + ranks]: kind, source address, bytes from row to row, from group to group and of one row; then the
+    address where the field lands at every rank."""
     ahead = np.array(sources, np.int64).reshape(-1, 5)
-    return np.ascontiguousarray(np.concatenate([ahead, areas + plan.offset], axis=1))
-
-
-def placements(schedule: Schedule, kind: int) -> PlacementTable:
-    """Every target once, with what it receives in a fixed order: landed rows in table order, then own rows."""
-    landed = schedule.home_index(schedule.sends, kind)
-    own = schedule.home_index(schedule.own, kind)
-    source = np.concatenate([np.arange(len(landed)), -1 - schedule.server_index(schedule.own, kind)])
-    index = np.concatenate([landed, own])
-    order = np.argsort(index, kind="stable")
-    target, first = np.unique(index[order], return_index=True)
-    return PlacementTable(target, np.append(first, len(index)).astype(np.int64), source[order])
+    return np.ascontiguousarray(np.concatenate([ahead, landing], axis=1))
 
 
 @dataclass(frozen=True, eq=False)

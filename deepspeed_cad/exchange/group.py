@@ -130,11 +130,6 @@ def name_of(group: Group) -> str:
     return group.name if isinstance(group, OwnGroup) else str(group.group_name)
 
 
-def store_of(group: Group) -> dist.Store:
-    """The store that all ranks of a group reach, and others: prefixes keep uses of it apart."""
-    return group.store if isinstance(group, OwnGroup) else _TORCH._get_default_store()
-
-
 def processes_of(group: Group) -> dist.ProcessGroup:
     """What torch's collectives take."""
     return group.processes if isinstance(group, OwnGroup) else group
@@ -143,8 +138,7 @@ def processes_of(group: Group) -> dist.ProcessGroup:
 def abort(group: Group, device: torch.device) -> None:
     """End what this rank has under way on a device: a GPU cannot be freed otherwise from a collective that another rank
     does not join. The group is of no use then."""
-    backend: Any = processes_of(group)._get_backend(device)
-    backend.abort()
+    processes_of(group)._get_backend(device).abort()
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +151,6 @@ class PeerGroup:
     """Where this rank is among them."""
     handle: dist.ProcessGroup | str | None
     """What torch's symmetric memory calls them; None: a rank alone, whose memory nobody else maps."""
-    store: dist.Store | None
-    """Where they meet; None: a rank alone."""
     registered: tuple[dist.ProcessGroup, dist.Store] | None = None
     """Kept alive as long as torch is to find it by the name `handle`; and the store of it."""
 
@@ -172,16 +164,16 @@ def find_peers(group: Group, alarm: Alarm, near: list[int] | None) -> PeerGroup:
     """The ranks r with the same `near[r]` as this one; None: all. Every rank of the group calls it at the same time."""
     if near is not None:
         return host_group(group, near)
-    members, rank, store = np.arange(size_of(group)), rank_of(group), open_store(group, "nvlink")
+    members, rank = np.arange(size_of(group)), rank_of(group)
     if not isinstance(group, OwnGroup):
-        return PeerGroup(members, rank, group, store)
+        return PeerGroup(members, rank, group)
     ranks = {int(member): int(member) for member in members}
     if not alarm.goes_on:
         _show(group.name, group.processes, group.store, ranks)
-        return PeerGroup(members, rank, group.name, store)
+        return PeerGroup(members, rank, group.name)
     # It was opened because servers changed: some ranks may have come later than others.
     name, names = f"{group.name}, its memory", MemoryStore(dist.PrefixStore("symmetric memory", group.store), alarm)
-    return PeerGroup(members, rank, name, store, (_register(name, names, rank, ranks), names))
+    return PeerGroup(members, rank, name, (_register(name, names, rank, ranks), names))
 
 
 def host_group(group: Group, near: list[int]) -> PeerGroup:
@@ -196,12 +188,12 @@ def host_group(group: Group, near: list[int]) -> PeerGroup:
     place = int(np.searchsorted(members, rank))
     shared, number = _count_openings(group, "host")
     if len(members) == 1:
-        return PeerGroup(members, 0, None, None)
+        return PeerGroup(members, 0, None)
     name = f"deepspeed_cad host of rank {members[0]} in {name_of(group)}, {number}"
     store = dist.PrefixStore(name, shared)
     surrounding = [int(m) if isinstance(group, OwnGroup) else dist.get_global_rank(group, int(m)) for m in members]
     registered = _register(name, store, place, {one: index for index, one in enumerate(surrounding)})
-    return PeerGroup(members, place, name, dist.PrefixStore("meetings", store), (registered, store))
+    return PeerGroup(members, place, name, (registered, store))
 
 
 def _register(name: str, store: dist.Store, place: int, ranks: dict[int, int]) -> dist.ProcessGroup:
@@ -237,7 +229,8 @@ def open_store(group: Group, purpose: str) -> dist.Store:
 
 def _count_openings(group: Group, purpose: str) -> tuple[dist.Store, int]:
     """What all openings for a purpose share, and how many this rank has made."""
-    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{name_of(group)}", store_of(group))
+    store = group.store if isinstance(group, OwnGroup) else _TORCH._get_default_store()
+    shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{name_of(group)}", store)
     return shared, shared.add(f"opened by {rank_of(group)}", 1)
 
 

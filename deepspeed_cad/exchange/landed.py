@@ -1,7 +1,7 @@
 """The transports `nvlink` and `mixed`: peer copies by copy engines into landing areas that all ranks of a host map.
 
 `nvlink` is for ranks of one host; `mixed` is the same inside each host, and messages between hosts bring what is
-missing into the same areas (strangers.py).
+missing into the same areas (nccl.py, `Strangers`).
 
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
@@ -31,29 +31,27 @@ from deepspeed_cad.exchange.copies import (
     address_fields,
     dispatch_pushes,
     near_part,
-    placements,
     plan_landing,
     return_pushes,
 )
-from deepspeed_cad.exchange.failure.identity import RING, Comparison, Flags, Identity, Moment, Register
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Flags, Identity, Moment
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import Group, OwnGroup, find_peers, has_ways_apart, size_of
-from deepspeed_cad.exchange.landing import LandingArea, Lanes, grow_together, make_buffers
+from deepspeed_cad.exchange.group import Group, OwnGroup, find_peers, has_ways_apart, open_store, size_of
+from deepspeed_cad.exchange.landing import LandingArea, Lanes, make_buffers
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
-from deepspeed_cad.exchange.nccl import Messenger
-from deepspeed_cad.exchange.placement import Placement, check_home, check_served, place, put_on_device
-from deepspeed_cad.exchange.strangers import Strangers
+from deepspeed_cad.exchange.nccl import Messenger, Strangers
+from deepspeed_cad.exchange.placement import Placement, check_home, check_served, find_placement, place
 from deepspeed_cad.exchange.transport import (
     UNNAMED,
     Dispatched,
     Outgoing,
     Returned,
     Returning,
+    Transport,
     UnderWay,
     leave_to_streams,
 )
-from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import Room
 
@@ -89,15 +87,12 @@ class _Tables:
 
     dispatch: PushTable
     give_back: PushTable
-    served_rows: Table
-    """[members, 2]"""
-    landed_rows: Table
     placements: tuple[Placement, ...]
     prepared: dict[tuple[str, tuple[_Shape, ...]], _Prepared]
     """Made once per landing area and shapes of fields: all layers use it."""
 
 
-class LandingTransport:
+class LandingTransport(Transport):
     """See the top of this file, and Transport."""
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None = None) -> None:
@@ -108,13 +103,9 @@ class LandingTransport:
         self.name = "nvlink" if near is None else "mixed"
         # Copies inside a host take less time than starting more of them.
         self.most_waves = 1 if near is None else 8
-        self.group, self.device, self._alarm = group, device, alarm
-        self.exchanges = 0
+        super().__init__(group, device, alarm)
         self._pushed = 0
-        """The same of this transport alone: what flags count begins at 0 also where servers changed."""
-        self.bytes_sent = 0
-        self.transfers: Transfers | None = None
-        self.register = Register()
+        """Exchanges of this transport alone: what flags count begins at 0 also where servers changed."""
         # First what all ranks take part in: making landing areas can fail on one host alone.
         self.strangers = None if near is None else Strangers(group, device, near, alarm)
         with ExitStack() as on_error:
@@ -122,7 +113,7 @@ class LandingTransport:
                 on_error.callback(self.strangers.leave)
             peers = self.peers = find_peers(group, alarm, near)
             self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
-            roll_call = RollCall(peers.store, peers.members, peers.place, alarm)
+            roll_call = RollCall(open_store(group, "landing"), size_of(group), alarm)
             with torch.cuda.device(device):
                 torch.cuda.current_stream(device).synchronize()
                 self.calls = CudaCalls()
@@ -140,8 +131,7 @@ class LandingTransport:
             with torch.cuda.device(device):
                 self._comparison = Comparison(names, self.rank)
             on_error.pop_all()
-        self.stream: torch.cuda.Stream | None = streams[0] if near is None else None
-        """Where the transfers of the newest exchange end, if that is one stream: for timelines."""
+        self.stream = streams[0] if near is None else None
         everywhere = self._flags.addresses
         here = everywhere[self.place] + FLAG_BYTES * np.arange(self.ranks, dtype=np.int64)
         ways_there = [
@@ -149,6 +139,7 @@ class LandingTransport:
             for number, stream in enumerate(streams)
         ]
         self._out, self._back = ways_there[0], ways_there[-1]
+        self.two_ways = ways > 1
         self._name_of_rank: Table = everywhere + ahead + NAME_BYTES * self.rank
         """Where this rank's names are written at each rank: in the first row of the ring."""
         self._name_row = NAME_BYTES * whole
@@ -167,7 +158,7 @@ class LandingTransport:
         lane = self._lanes.out(nano_batch, moment.wave)
         guard, area = (self._back if lane.give_back else self._out, lane.guard), lane.next_area()
         shapes = tuple((f.kind, int(f.home.shape[2]), f.home.dtype) for f in fields)
-        addresses, landed = self._prepare(tables, area, tables.served_rows, shapes)
+        addresses, landed = self._prepare(tables, area, schedule.served_rows, shapes)
         for row, f in zip(addresses, fields):
             check_home(f.home, schedule, int(tables.dispatch.source_rows[f.kind]))
             size = f.home.element_size()
@@ -179,10 +170,6 @@ class LandingTransport:
             self._join(under_way, *self.strangers.outgoing(schedule, fields, landed))
         return UnderWay(under_way, partial(self._wait, landed))
 
-    @property
-    def two_ways(self) -> bool:
-        return self._out is not self._back
-
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> Returned:
@@ -192,9 +179,9 @@ class LandingTransport:
         if lane.give_back:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
-        addresses, landed = self._prepare(tables, back.area, tables.landed_rows, shapes)
+        addresses, landed = self._prepare(tables, back.area, schedule.landed_rows, shapes)
         for row, f in zip(addresses, fields):
-            check_served(f.served, int(tables.served_rows[self.place, f.kind]))
+            check_served(f.served, int(schedule.served_rows[self.rank, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         under_way = self._start(self._back, [f.served for f in fields], moment, nano_batch, True, schedule)
         self._push(under_way, tables.give_back, addresses, back.area, (self._out, lane.dispatch))
@@ -205,15 +192,9 @@ class LandingTransport:
         return back.unfinished
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
-        def grow() -> None:
-            self._alarm.check()
-            if self._lanes.make_room(schedules, room, nano_batch):
-                self._forget_views()
-
-        if self.strangers is None:
-            grow()
-        else:
-            self.strangers.make_room(grow, schedules, room, nano_batch)
+        self.alarm.check()
+        if self._lanes.make_room(schedules, room, nano_batch):
+            self._forget_views()
 
     @property
     def landing_bytes(self) -> int:
@@ -257,7 +238,7 @@ class LandingTransport:
 
     def _wait(self, landed: list[torch.Tensor], under_way: _Pushed) -> list[torch.Tensor]:
         """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
-        self._alarm.check()
+        self.alarm.check()
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)
@@ -275,7 +256,7 @@ class LandingTransport:
     def _wait_for_flags(self, stream: torch.cuda.Stream, way: _Way, number: int, waited_for: Identity) -> None:
         """What is queued on a stream from now on begins when all ranks have come to an exchange of a way."""
         flag = max(number - self.exchanges, -LONG_AGO) + self._pushed
-        if not self._alarm.goes_on:
+        if not self.alarm.goes_on:
             self.calls.wait(stream.cuda_stream, way.own_flags, flag)
             return
         # The host sees the flags of one way. See has_ways_apart.
@@ -285,19 +266,13 @@ class LandingTransport:
         self._watchdog.wait_for(partial(self._seen.reached, flag), waited_for)
 
     def _begin(self, schedule: Schedule, nano_batch: int, wave: int) -> _Tables:
-        self._alarm.check()
+        self.alarm.check()
         self._lanes.begin(nano_batch, wave)
         tables = self._tables.get(schedule)
         if tables is None:
             near = near_part(schedule, self.peers.members)
-            tables = self._tables[schedule] = _Tables(
-                dispatch_pushes(near),
-                return_pushes(near),
-                near.served_rows,
-                near.landed_rows,
-                tuple(put_on_device(placements(schedule, kind), self.device) for kind in (QUERY, KEY)),
-                {},
-            )
+            placements = tuple(find_placement(schedule, kind, self.device) for kind in (QUERY, KEY))
+            tables = self._tables[schedule] = _Tables(dispatch_pushes(near), return_pushes(near), placements, {})
         return tables
 
     def _forget_views(self) -> None:
@@ -305,29 +280,30 @@ class LandingTransport:
             tables.prepared.clear()  # they hold views of memory that was replaced
 
     def _prepare(self, tables: _Tables, area: LandingArea, rows: Table, shapes: tuple[_Shape, ...]) -> _Prepared:
-        """`rows` ([members, 2]) land at every rank; the same numbers everywhere, so all grow the area together."""
+        """`rows` ([ranks, 2]) land at every rank; the same numbers everywhere, so all grow the area together."""
         found = tables.prepared.get((area.label, shapes))
         if found is not None:
             return found
         kinds, widths = [kind for kind, _, _ in shapes], [width * dtype.itemsize for _, width, dtype in shapes]
-        plan = plan_landing(rows, kinds, widths)
-        if grow_together([(area, plan.total)]):
+        begin, needed = plan_landing(rows, kinds, widths)
+        if self._lanes.grow([(area, needed)]):
             self._forget_views()
         sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
         landed = [
-            area.field(int(begin), int(rows[self.place, kind]), width, dtype)
-            for begin, (kind, width, dtype) in zip(plan.offset[:, self.place], shapes)
+            area.field(int(at), int(rows[self.rank, kind]), width, dtype)
+            for at, (kind, width, dtype) in zip(begin[:, self.rank], shapes)
         ]
-        made = tables.prepared[area.label, shapes] = address_fields(sources, area.buffer.addresses, plan), landed
+        addresses = address_fields(sources, area.buffer.addresses + begin[:, self.peers.members])
+        made = tables.prepared[area.label, shapes] = addresses, landed
         return made
 
     def _start(
         self, way: _Way, sources: list[torch.Tensor], moment: Moment, nano_batch: int, is_return: bool,
         schedule: Schedule,
     ) -> _Pushed:  # fmt: skip
-        self.exchanges, self._pushed = self.exchanges + 1, self._pushed + 1
+        identity = self._next(schedule, nano_batch, moment, is_return)
+        self._pushed += 1
         self._comparison.newest = self.exchanges
-        identity = self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
         return _Pushed(way, identity, [], sources, torch.cuda.current_stream(self.device), [way.stream])
 
     def _push(

@@ -120,59 +120,26 @@ def _allocate(
     )
 
 
+@dataclass(eq=False)
 class LandingArea:
     """One landing area that grows in lockstep."""
 
-    def __init__(self, label: str, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
-        self.label, self.peers, self.device, self.roll_call = label, peers, device, roll_call
-        self.capacity = 0
-        self.last_operation = 0
-        """Number of the exchange that filled it last."""
-        self._buffer: SymmetricBuffer | None = None
+    label: str
+    capacity: int = 0
+    last_operation: int = 0
+    """Number of the exchange that filled it last."""
+    memory: SymmetricBuffer | None = None
 
     @property
     def buffer(self) -> SymmetricBuffer:
-        """Its memory."""
-        if self._buffer is None:
+        if self.memory is None:
             raise CADError(f"landing area {self.label} was used before it was made, or after close()")
-        return self._buffer
+        return self.memory
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A field that landed here: [rows, width]."""
         size = rows * width * dtype.itemsize
         return self.buffer.tensor[begin : begin + size].view(dtype).view(rows, width)
-
-    def release(self) -> None:
-        self._buffer, self.capacity = None, 0
-
-
-def grow_together(areas: list[tuple[LandingArea, Table]], headroom: float = HEADROOM) -> bool:
-    """Have room for so many bytes ([members]) in each of these areas of one group, or raise NoRoomError and keep what
-    was. Every rank passes the same areas and numbers, at the same exchange. An area that grows becomes `headroom` times
-    as large as it must be.
-
-    Gives whether any has other memory than before.
-    """
-    growing = [
-        (area, -(-int(max(most, 1) * headroom) // GRAIN) * GRAIN)
-        for area, most in ((area, int(needed.max(initial=0))) for area, needed in areas)
-        if area._buffer is None or most > area.capacity
-    ]
-    if not growing:
-        return False
-    first = growing[0][0]
-    # Copies and waits under way on this rank end here; making new buffers meets all other ranks, so afterwards nobody
-    # can still write into the old ones.
-    # Where servers change, another stream may wait for a trainer that waits for this one; and new areas replace none.
-    if any(area.capacity for area, _ in growing) or not first.roll_call.alarm.goes_on:
-        torch.cuda.synchronize(first.device)
-    labels = ", ".join(area.label for area, _ in growing)
-    what = f"the growth of landing area{'s' if len(growing) > 1 else ''} {labels}"
-    buffers = make_buffers([size for _, size in growing], first.peers, first.device, first.roll_call, what)
-    for (area, size), buffer in zip(growing, buffers, strict=True):
-        logger.info("landing area %s grows from %d to %d MiB", area.label, area.capacity >> 20, size >> 20)
-        area._buffer, area.capacity, area.last_operation = buffer, size, 0
-    return True
 
 
 @dataclass(eq=False)
@@ -217,7 +184,7 @@ class Lanes:
         """Where a wave of a nano-batch lands at its servers; areas are empty at first."""
         key = nano_batch, wave % OUT
         if key not in self._out:
-            self._out[key] = OutLane((self._area("out", *key), self._area("out (odd)", *key)))
+            self._out[key] = OutLane((_area("out", *key), _area("out (odd)", *key)))
         return self._out[key]
 
     def begin(self, nano_batch: int, wave: int) -> None:
@@ -234,22 +201,46 @@ class Lanes:
         """Where its results land at home."""
         key = nano_batch, wave % BACK
         if key not in self._back:
-            self._back[key] = BackLane(self._area("back", *key))
+            self._back[key] = BackLane(_area("back", *key))
         return self._back[key]
-
-    def _area(self, what: str, nano_batch: int, number: int) -> LandingArea:
-        label = f"{what} {nano_batch}" + (f", wave {number}" if number else "")
-        return LandingArea(label, self.peers, self.device, self.roll_call)
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> bool:
         """Have memory for all waves of a tick. Collective; gives whether some is new. Raises NoRoomError."""
-        out = lane_bytes([one.served_rows[self.peers.members] for one in schedules], room.out, OUT)
-        back = lane_bytes([one.landed_rows[self.peers.members] for one in schedules], room.back, BACK)
+        out = lane_bytes([one.served_rows for one in schedules], room.out, OUT)
+        back = lane_bytes([one.landed_rows for one in schedules], room.back, BACK)
         areas = [self.out(nano_batch, number).areas[0] for number in range(len(out))]
         areas += [self.back(nano_batch, number).area for number in range(len(back))]
         # Each field begins at a multiple of an alignment.
         needed = [(area, size + FIELDS * ALIGNMENT) for area, size in zip(areas, out + back, strict=True)]
-        return grow_together(needed, room.headroom)
+        return self.grow(needed, room.headroom)
+
+    def grow(self, areas: list[tuple[LandingArea, Table]], headroom: float = HEADROOM) -> bool:
+        """Have room for so many bytes ([ranks]) in each of these areas, or raise NoRoomError and keep what was.
+
+        Every rank passes the same areas and numbers, at the same exchange, and all areas are as large as the fullest
+        rank needs them: those of other hosts, too. An area that grows becomes `headroom` times as large as it must be.
+        Gives whether any has other memory than before.
+        """
+        growing = [
+            (area, -(-int(max(most, 1) * headroom) // GRAIN) * GRAIN)
+            for area, most in ((area, int(needed.max(initial=0))) for area, needed in areas)
+            if area.memory is None or most > area.capacity
+        ]
+        if not growing:
+            return False
+        # Copies and waits under way on this rank end here; making new buffers meets all other ranks, so afterwards
+        # nobody can still write into the old ones.
+        # Where servers change, another stream may wait for a trainer that waits for this one; and new areas replace
+        # none.
+        if any(area.capacity for area, _ in growing) or not self.roll_call.alarm.goes_on:
+            torch.cuda.synchronize(self.device)
+        labels = ", ".join(area.label for area, _ in growing)
+        what = f"the growth of landing area{'s' if len(growing) > 1 else ''} {labels}"
+        buffers = make_buffers([size for _, size in growing], self.peers, self.device, self.roll_call, what)
+        for (area, size), buffer in zip(growing, buffers, strict=True):
+            logger.info("landing area %s grows from %d to %d MiB", area.label, area.capacity >> 20, size >> 20)
+            area.memory, area.capacity, area.last_operation = buffer, size, 0
+        return True
 
     def areas(self) -> Iterator[LandingArea]:
         for out in self._out.values():
@@ -258,7 +249,9 @@ class Lanes:
             yield back.area
 
     def release(self) -> None:
-        for area in self.areas():
-            area.release()
         self._out.clear()
         self._back.clear()
+
+
+def _area(what: str, nano_batch: int, number: int) -> LandingArea:
+    return LandingArea(f"{what} {nano_batch}" + (f", wave {number}" if number else ""))

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from deepspeed_cad.exchange.transport import Outgoing, Transport
-from deepspeed_cad.layout import Layout
-from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
+from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.schedule import KEY, KIND, QUERY, ROWS, Schedule, build_slices, schedule_rank
 
 Gather = Callable[[int], list[int]]
 """One whole number of every rank, in rank order. All ranks leave it together."""
@@ -23,7 +23,6 @@ Gather = Callable[[int], list[int]]
 GROUPS, WIDTHS = 8, ((QUERY, 512), (KEY, 128), (KEY, 128))
 """Head groups, and elements of a row of one group's Q, K and V: those of an 8B Llama."""
 ELEMENT = torch.bfloat16
-ROW_BYTES = GROUPS * sum(width for _, width in WIDTHS) * ELEMENT.itemsize
 FIRST_ROWS = 8
 """Rows that a rank sends first, about 100 KB: on a link of 1 Mbit/s that takes a second, and no more is tried there."""
 MORE = 8
@@ -62,8 +61,8 @@ class Links:
 def measure_links(transport: Transport, device: torch.device, rank: int, hosts: Sequence[int], gather: Gather) -> Links:
     """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it.
 
-    The figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does: figures
-    that only the mean rank reaches would promise too much to the others. Nothing is under way on the transport.
+    The figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does. Nothing is
+    under way on the transport.
     """
     sent = transport.bytes_sent
     speeds: dict[bool, float | None] = {}
@@ -84,42 +83,17 @@ def peer_schedule(peers: list[list[int]], rank: int, groups: int, tokens: int) -
     tick = Layout.from_rank_lengths(lengths).tick()
     servers = [server for home, own in enumerate(peers) for server in (own or [home])]
     sizes = [length for own in lengths for length in own]
-    tasks = [
-        (document, 0, size, 0, groups, server)
-        for document, (size, server) in enumerate(zip(sizes, servers, strict=True))
-    ]
+    tasks = [(document, 0, size, 0, groups, server) for document, (size, server) in enumerate(zip(sizes, servers))]
     return schedule_rank(tick, build_slices(tick, np.array(tasks, np.int64)), rank, groups)
 
 
-def busiest_rows(peers: list[list[int]], tokens: int) -> np.ndarray:
-    """[ranks] rows that leave or reach each rank in an exchange of `peer_schedule`, whichever are more."""
-    out, into = np.zeros(len(peers)), np.zeros(len(peers))
-    for home, own in enumerate(peers):
-        for server in own:
-            rows = max(1, tokens // len(own))
-            out[home] += rows
-            into[server] += rows
-    return np.maximum(out, into)
-
-
-def slowest_speed(rows: np.ndarray, nanoseconds: np.ndarray) -> float:
-    """Bytes per second of the slowest rank that had rows to move; `nanoseconds` ([rounds, ranks]) of one exchange."""
-    busy = rows > 0
-    return float((rows[busy] * ROW_BYTES / np.maximum(np.median(nanoseconds, axis=0)[busy], 1.0)).min() * 1e9)
-
-
 def _time_pairs(
-    transport: Transport,
-    device: torch.device,
-    rank: int,
-    peers: list[list[int]],
-    gather: Gather,
-    enough_s: float,
+    transport: Transport, device: torch.device, rank: int, peers: list[list[int]], gather: Gather, enough_s: float
 ) -> float:
     """The speed of one kind of link, from exchanges that grow until they last long enough."""
     dispatches = 0
 
-    def prepare(rows: int) -> Callable[[int], list[int]]:
+    def prepare(rows: int) -> tuple[Schedule, Callable[[int], list[int]]]:
         # One schedule for all rounds of a size: transports make tables for each that they see first, in training ahead
         # of many layers.
         schedule = peer_schedule(peers, rank, GROUPS, rows)
@@ -141,19 +115,19 @@ def _time_pairs(
 
         if device.type == "cuda":
             nanoseconds(2)  # makes buffers and tables; of some transports there are two of each, taken in turn
-        return nanoseconds
+        return schedule, nanoseconds
 
-    prepare(1)(1)  # connects
+    prepare(1)[1](1)  # connects
     times, rows, spent = 1, FIRST_ROWS, 0.0
     while True:
-        nanoseconds = prepare(rows)
+        schedule, nanoseconds = prepare(rows)
         rounds: list[list[int]] = []
         # Everything that decides whether to go on was gathered, so all ranks decide the same.
         while len(rounds) < ROUNDS and spent <= BUDGET_S:
             rounds.append(nanoseconds(times))
             spent += max(rounds[-1]) / 1e9 * times
-        found = np.array(rounds, np.float64)
-        one = float(np.median(found, axis=0).max()) / 1e9
+        seconds = np.median(rounds, axis=0) / 1e9
+        one = float(seconds.max())
         # The first size only tells how long the next may take: a burst, or a busy CPU, decides its own.
         over = one >= enough_s and rows > FIRST_ROWS
         times = max(1, min(IN_ONE_GO[device.type], int(ONE_GO_S / (one * MORE))))
@@ -162,5 +136,11 @@ def _time_pairs(
                 # What two buffers take in turn where nothing goes back begins with the first again: training, where
                 # everything does, must not need the second.
                 nanoseconds(1)
-            return slowest_speed(busiest_rows(peers, rows), found)
+            # Bytes that leave or reach each rank, whichever are more; those that have none are not slow.
+            moved = gather(max(_bytes(schedule.sends), _bytes(schedule.receives)))
+            return min(size / max(s, 1e-9) for size, s in zip(moved, seconds.tolist(), strict=True) if size)
         rows *= MORE
+
+
+def _bytes(slices: Ints) -> int:
+    return sum(int(slices[slices[:, KIND] == kind, ROWS].sum()) * width * ELEMENT.itemsize for kind, width in WIDTHS)

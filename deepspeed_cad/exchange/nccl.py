@@ -1,5 +1,5 @@
-"""Messages by NCCL: a communicator of all ranks of a group, apart from torch's, on a stream of its own. And the `nccl`
-transport, across nodes too: the rows of a field to a peer are one message.
+"""Messages by NCCL: a communicator of all ranks of a group, apart from torch's, on a stream of its own. And who sends
+them: the `nccl` transport, where the rows of a field to a peer are one message, and `Strangers`, a part of `mixed`.
 
 In: tables of messages. Out: work queued on the stream. Ahead of the messages of an exchange, and in a call of their
 own, travel the numbers of the exchange (failure/identity.py), to whoever gets messages: if two ranks are in different
@@ -12,21 +12,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange.copies import list_messages
+from deepspeed_cad.exchange.copies import FarPart, far_part, list_messages
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, has_ways_apart, open_store, rank_of, size_of
 from deepspeed_cad.exchange.native_calls import NcclCalls, Table, UnreachedError, new_unique_id, open_nccl
 from deepspeed_cad.exchange.packed import Counts, PackedTransport
-from deepspeed_cad.exchange.transport import leave_to_streams
+from deepspeed_cad.exchange.placement import take, upload
+from deepspeed_cad.exchange.transport import Outgoing, Returning, leave_to_streams
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.native import NativeCallError
+from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.threads import run_aside, start_daemon
 
 NUMBER_BYTES = 8
@@ -40,7 +43,7 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     """A communicator of the ranks of a group, apart from torch's. Collective; CADPeerError where a rank is missing."""
     rank, ranks = rank_of(group), size_of(group)
     # Through the job's store: a broadcast would make a communicator of torch's own first.
-    roll_call = RollCall(open_store(group, "nccl"), np.arange(ranks), rank, alarm)
+    roll_call = RollCall(open_store(group, "nccl"), ranks, alarm)
     unique_id, problem = "", ""
     try:
         open_nccl()
@@ -55,11 +58,8 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
 
 
 def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:
-    """A communicator, or an error when time is up: NCCL cannot be interrupted while it joins ranks.
-
-    Its thread stays behind in NCCL where it must, and leaves the communicator that it gets too late. ServerLostError
-    where a server is lost.
-    """
+    """A communicator, or an error when time is up or a server is lost. NCCL cannot be interrupted while it joins ranks:
+    its thread stays behind where it must, and leaves what it gets too late."""
     try:
         if alarm.liveness.patiently(joined.done, "opening NCCL", with_servers=True, timeout_s=alarm.timeout_s):
             return joined.result()
@@ -282,3 +282,52 @@ class NcclTransport(PackedTransport):
 def _run_of_each(rows: Table) -> Table:
     """[peers, 3]: peer, first row and rows of what goes to each, or comes from it, one behind the other."""
     return np.stack([np.arange(len(rows)), np.cumsum(rows) - rows, rows], axis=1)
+
+
+class Strangers:
+    """What the `mixed` transport exchanges with ranks whose memory this one does not map, in the same exchange as peer
+    copies between neighbours (landed.py). A rank without neighbours uses messages alone.
+
+    What travels between hosts is received straight into the landing areas, between the rows that neighbours copy there;
+    so what arrived is one buffer, and what came back is placed by one launch. Why nothing is received too early: every
+    exchange makes the message stream wait for what was queued on the current stream before, whether it has messages or
+    not. The areas take turns as landing.py says, so what landed in an area before has been used by then.
+    """
+
+    def __init__(self, group: Group, device: torch.device, near: list[int], alarm: Alarm) -> None:
+        """Collective: every rank of the group makes one at the same time. `near`: see LandingTransport."""
+        if len(near) != size_of(group):
+            raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {size_of(group)} ranks")
+        self.device = device
+        self.messages = TwoWays(group, device, alarm, apart=True)
+        self._members = np.flatnonzero(np.array(near) == near[rank_of(group)])
+        self._far: WeakKeyDictionary[Schedule, list[tuple[FarPart, torch.Tensor]]] = WeakKeyDictionary()
+        """Of query and of key rows; and on the device, what packs them."""
+
+    def outgoing(
+        self, schedule: Schedule, fields: list[Outgoing], landed: list[torch.Tensor]
+    ) -> tuple[Messenger, Table, list[torch.Tensor]]:
+        """The messages of a dispatch, by which way they go, and what they read; `landed`: where they arrive here."""
+        far = self._look_up(schedule)
+        packed = [take(f.home, far[f.kind][1]) for f in fields]
+        runs = [(far[f.kind][0].packed, far[f.kind][0].served) for f in fields]
+        return self.messages.out, list_messages(runs, packed, landed), packed
+
+    def returning(
+        self, schedule: Schedule, fields: list[Returning], landed: list[torch.Tensor]
+    ) -> tuple[Messenger, Table, list[torch.Tensor]]:
+        """The same of a return."""
+        parts = [self._look_up(schedule)[f.kind][0] for f in fields]
+        runs = [(part.served, part.landed) for part in parts]
+        return self.messages.back, list_messages(runs, [f.served for f in fields], landed), []
+
+    def leave(self) -> None:
+        """Leave the communicators and stop what is under way; harmless when called again."""
+        self.messages.leave()
+
+    def _look_up(self, schedule: Schedule) -> list[tuple[FarPart, torch.Tensor]]:
+        found = self._far.get(schedule)
+        if found is None:
+            parts = [far_part(schedule, self._members, kind) for kind in (QUERY, KEY)]
+            found = self._far[schedule] = [(part, upload(part.home_index, self.device)) for part in parts]
+        return found

@@ -9,8 +9,8 @@ exchange takes its buffers from torch's allocator, so nano-batches and waves nee
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,36 +22,23 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, Register, compare
+from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, Moment, compare
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, abort, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.placement import KindRows, place, rows_of_kinds, take
-from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, UnderWay
-from deepspeed_cad.exchange.waits import Transfers
+from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, Transport, UnderWay
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room
 
 Counts = list[tuple[Table, Table]]
 """Of each field, its rows to every peer and from it."""
 
 
-class PackedTransport(ABC):
+class PackedTransport(Transport):
     """See the top of this file, and Transport."""
 
-    name: str
-    two_ways = False
-    most_waves = 1
-    landing_bytes = 0
-    stream: torch.cuda.Stream | None = None
-    """Where the newest transfer ends, if that is one stream: for timelines."""
-
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
-        self.group, self.device, self.alarm = group, device, alarm
-        self.exchanges = 0
-        self.bytes_sent = 0
-        self.transfers: Transfers | None = None
-        self.register = Register()
+        super().__init__(group, device, alarm)
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
 
     def dispatch(
@@ -60,7 +47,7 @@ class PackedTransport(ABC):
         kinds = self._begin(schedule)
         packed = [take(f.home, kinds[f.kind].home) for f in fields]
         counts = [(kinds[f.kind].sent, kinds[f.kind].received) for f in fields]
-        parcel = self._send(packed, counts, self._next(packed, counts, schedule, nano_batch, moment, False), False)
+        parcel = self._start(packed, counts, self._next(schedule, nano_batch, moment, False), False)
         return UnderWay(parcel, partial(self._arrange, schedule, fields, kinds))
 
     def give_back(
@@ -69,19 +56,8 @@ class PackedTransport(ABC):
         kinds = self._begin(schedule)
         packed = [f.served.index_select(0, kinds[f.kind].received_row) for f in fields]
         counts = [(kinds[f.kind].received, kinds[f.kind].sent) for f in fields]
-        parcel = self._send(packed, counts, self._next(packed, counts, schedule, nano_batch, moment, True), True)
+        parcel = self._start(packed, counts, self._next(schedule, nano_batch, moment, True), True)
         return UnderWay(parcel, partial(self._place, fields, kinds))
-
-    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:  # noqa: B027
-        """Nothing is kept between exchanges."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """See Transport."""
-
-    @abstractmethod
-    def abandon(self) -> Callable[[], None]:
-        """See Transport."""
 
     @abstractmethod
     def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> Any:
@@ -94,7 +70,7 @@ class PackedTransport(ABC):
         A dead peer is a CADPeerError that names it.
         """
 
-    def _release(self, parcel: Any) -> None:  # noqa: B027
+    def _release(self, parcel: Any) -> None:
         """What arrived has been read, by work queued before this call."""
 
     def _begin(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
@@ -104,13 +80,9 @@ class PackedTransport(ABC):
             found = self._kinds[schedule] = rows_of_kinds(schedule, self.device)
         return found
 
-    def _next(
-        self, packed: list[torch.Tensor], counts: Counts, schedule: Schedule, nano_batch: int, moment: Moment,
-        is_return: bool,
-    ) -> Identity:  # fmt: skip
-        self.exchanges += 1
+    def _start(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> Any:
         self.bytes_sent += int(sum(sent.sum() * _row_bytes(rows) for rows, (sent, _) in zip(packed, counts)))
-        return self.register.next(self.exchanges, moment, nano_batch, is_return, schedule)
+        return self._send(packed, counts, identity, is_return)
 
     def _arrange(
         self, schedule: Schedule, fields: list[Outgoing], kinds: tuple[KindRows, KindRows], parcel: Any

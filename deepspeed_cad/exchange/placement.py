@@ -1,9 +1,9 @@
 """Rows that are taken out of tensors, and placed when they came back: written (O, LSE, dQ) or added in fp32 and rounded
 once (dK, dV).
 
-In: a `PlacementTable`, the landing area, the rank's own served tensor. Out: the home tensor, changed in place. One
-Triton launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`, index
-tensors for transports that pack, made once per schedule.
+In: a `Placement`, the landing area, the rank's own served tensor. Out: the home tensor, changed in place. One Triton
+launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`, index tensors
+for transports that pack, made once per schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.copies import PlacementTable, placements
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.schedule import HOME, KEY, QUERY, SERVER, Schedule
@@ -27,23 +26,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A PlacementTable on the device."""
+    """Where rows of one kind that came back belong at home, on the device."""
 
     target: torch.Tensor
+    """[targets]: row × groups + group, each once."""
     begin: torch.Tensor
+    """[targets + 1]: the part of `source` that each target receives."""
     source: torch.Tensor
+    """A row of the landing area where ≥ 0, else row −1 − source of the rank's own served tensor."""
     depth: int
+    """Most contributions that one target receives."""
+
+
+def make_placement(target: Table, begin: Table, source: Table, device: torch.device) -> Placement:
+    depth = int(np.diff(begin).max(initial=0))
+    return Placement(upload(target, device), upload(begin, device), upload(source, device), depth)
+
+
+def find_placement(schedule: Schedule, kind: int, device: torch.device) -> Placement:
+    """Every target once, with what it receives in a fixed order: landed rows in table order, then own rows."""
+    landed = schedule.home_index(schedule.sends, kind)
+    own = schedule.home_index(schedule.own, kind)
+    source = np.concatenate([np.arange(len(landed)), -1 - schedule.server_index(schedule.own, kind)])
+    index = np.concatenate([landed, own])
+    order = np.argsort(index, kind="stable")
+    target, first = np.unique(index[order], return_index=True)
+    return make_placement(target, np.append(first, len(index)).astype(np.int64), source[order], device)
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """A numpy array on the device, without stopping the host."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def put_on_device(table: PlacementTable, device: torch.device) -> Placement:
-    target, begin, source = (upload(values, device) for values in (table.target, table.begin, table.source))
-    return Placement(target, begin, source, table.depth)
 
 
 def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home: torch.Tensor, add: bool) -> None:
@@ -155,7 +169,7 @@ def _rows(schedule: Schedule, kind: int, device: torch.device) -> KindRows:
         received_row=upload(schedule.server_index(schedule.receives, kind), device),
         sent=schedule.rows_by_peer(schedule.sends, SERVER, kind),
         received=schedule.rows_by_peer(schedule.receives, HOME, kind),
-        placement=put_on_device(placements(schedule, kind), device),
+        placement=find_placement(schedule, kind, device),
     )
 
 

@@ -1,10 +1,8 @@
 """What all ranks of a group do when they open their transport: which one, on which hosts, and how fast links are.
 
 In: a name from the configuration ("auto" or one), the group, its device, a way to gather numbers. Out: a Transport, the
-same kind on every rank; for `doctor`, what each needs that this machine lacks.
-"auto" tries, in this order, what the places of the ranks call for: all on one host `nvlink`, several hosts and some
-with several ranks `mixed`; then `nccl`, then `c10d`. A fallback is warned about once, with its reason; a transport
-asked for by name that cannot work is refused.
+same kind on every rank; for `doctor`, what each needs that this machine lacks. A fallback of "auto" is warned about
+once, with its reason; a transport asked for by name that cannot work is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ _UNREACHED = -1
 Agree = Callable[[int], "list[int]"]
 """Gathers one whole number from every rank of the group, in rank order."""
 
-
 DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
 """Where plans must not depend on times, figures for links do not either."""
 
@@ -59,16 +56,10 @@ class Opened:
 
 
 def open_transport(
-    name: str,
-    group: Group,
-    device: torch.device,
-    agree: Agree,
-    liveness: Liveness | None,
-    timeout_s: float,
+    name: str, group: Group, device: torch.device, agree: Agree, liveness: Liveness | None, timeout_s: float,
     auto: tuple[str, ...] = NAMES,
-) -> Opened:
+) -> Opened:  # fmt: skip
     """Open the transport of a group, and find the host of every rank. Collective; arguments as below."""
-    # By where the ranks are, not by what their launchers tell each.
     hosts = agree(host_number())
     host = hosts[rank_of(group)]
     return Opened(group, choose_transport(name, group, device, agree, liveness, timeout_s, host, auto), hosts)
@@ -85,15 +76,9 @@ def with_links(opened: Opened, device: torch.device, agree: Agree, given: object
 
 
 def choose_transport(
-    name: str,
-    group: Group,
-    device: torch.device,
-    agree: Agree | None = None,
-    liveness: Liveness | None = None,
-    timeout_s: float = 300.0,
-    host: int | None = None,
-    auto: tuple[str, ...] = NAMES,
-) -> Transport:
+    name: str, group: Group, device: torch.device, agree: Agree | None = None, liveness: Liveness | None = None,
+    timeout_s: float = 300.0, host: int | None = None, auto: tuple[str, ...] = NAMES,
+) -> Transport:  # fmt: skip
     """The transport of a group. Collective: all ranks call it with the same name and get the same kind.
 
     `host`: the number of this rank's host, where it is not to be found out (tests put one host's ranks on several).
@@ -102,7 +87,7 @@ def choose_transport(
     """
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
-    gather = agree or _gather_over(group)
+    gather = agree or partial(_gather_over, group)
     host = host_number() if host is None else host
     hosts = gather(host) if name != "c10d" else []
     refusals: list[str] = []
@@ -150,9 +135,9 @@ def probe(name: str) -> tuple[bool, str]:
         version = open_nccl()
         return True, f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100} as torch loads it"
     reached = peer_reach(device)
-    if len(reached) < 2:
-        return False, f"GPU {device.index} reaches the memory of no other GPU that this process sees"
     others = len(reached) - 1
+    if not others:
+        return False, f"GPU {device.index} reaches the memory of no other GPU that this process sees"
     return True, f"GPU {device.index} reaches the memory of {others} others; driver and symmetric memory found"
 
 
@@ -194,10 +179,8 @@ def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str 
         return None
     reason = _local_refusal(name, device)
     fits = gather(int(reason is None))
-    if reason is not None:
-        return reason
     if not min(fits):
-        return f"rank {fits.index(0)} cannot use it"
+        return reason or f"rank {fits.index(0)} cannot use it"
     if name == "nvlink" and hosts > 1:
         return f"the ranks are on {hosts} hosts"
     if name == "mixed" and hosts == 1:
@@ -249,25 +232,20 @@ def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud
         logger.warning("core attention is exchanged by %s, because %s", name, "; ".join(refusals))
     else:
         logger.info("core attention is exchanged by %s", name)
-    if name == "mixed" and loud:
-        logger.info("hosts: %s; inside a host core attention is exchanged by peer copies", len(set(hosts)))
-        apart = [rank for rank, at in enumerate(hosts) if hosts.count(at) > 1 and near.count(near[rank]) == 1]
-        if apart:
-            logger.warning(
-                "the GPUs of ranks %s do not reach each other's memory inside their host: nccl carries what they "
-                "exchange", ", ".join(map(str, apart)),
-            )  # fmt: skip
+    apart = [rank for rank, at in enumerate(near) if hosts.count(hosts[rank]) > 1 and near.count(at) == 1]
+    if name == "mixed" and loud and apart:
+        logger.warning(
+            "the GPUs of ranks %s do not reach each other's memory inside their host: nccl carries what they exchange",
+            ", ".join(map(str, apart)),
+        )
 
 
-def _gather_over(group: Group) -> Agree:
-    def gather(value: int) -> list[int]:
-        if isinstance(group, OwnGroup):
-            return group.numbers(value)
-        found: list[int] = [0] * dist.get_world_size(group)
-        dist.all_gather_object(found, value, group=group)
-        return found
-
-    return gather
+def _gather_over(group: Group, value: int) -> list[int]:
+    if isinstance(group, OwnGroup):
+        return group.numbers(value)
+    found: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def host_number() -> int:

@@ -11,13 +11,16 @@ and raises CADPeerError, on all ranks, where those that met do not belong togeth
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.failure.identity import Identity, Moment, Register
+from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import Room
@@ -87,50 +90,62 @@ Returned = UnderWay[None]
 """Gives nothing: what came back is in the `home` tensors."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves slices. Every rank of the group calls the same methods in the same order, also with nothing to move."""
 
     name: str
-    exchanges: int
-    """Exchanges started so far: tests count them."""
-    bytes_sent: int
-    most_waves: int
+    most_waves = 1
     """In how many waves a tick in place may usefully go. More work all the same, where they are asked for."""
+    two_ways = False
+    """Whether results travel home while later dispatches travel out, and no host waits for either: beside reserved
+    servers."""
+    stream: torch.cuda.Stream | None = None
+    """Where the transfers of the newest exchange end, if that is one stream: for timelines."""
 
-    transfers: Transfers | None
-    """Where it notes how long transfers took, if somebody wants to know and it can tell."""
-
-    @property
-    def two_ways(self) -> bool:
-        """Whether results travel home while later dispatches travel out, and no host waits for either: beside reserved
-        servers."""
+    def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
+        self.group, self.device, self.alarm = group, device, alarm
+        self.exchanges = 0
+        """Started so far."""
+        self.bytes_sent = 0
+        self.transfers: Transfers | None = None
+        """Where it notes how long transfers took, if somebody wants to know and it can tell."""
+        self._register = Register()
 
     @property
     def landing_bytes(self) -> int:
         """Memory that it keeps between exchanges for what arrives, outside of torch's allocator."""
+        return 0
 
+    @abstractmethod
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
     ) -> Dispatched:
         """Start sending. `nano_batch` (0 or 1): exchanges of different ones may overlap."""
 
+    @abstractmethod
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
     ) -> Returned:
         """Start returning."""
 
-    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:
+    def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:  # noqa: B027
         """Have memory for the waves of a tick, before the first of them starts. Collective.
 
         Raises NoRoomError, on all ranks alike, where one has too little: nothing has changed then.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Release buffers and communicators."""
 
+    @abstractmethod
     def abandon(self) -> Callable[[], None]:
         """Let go of a group one of whose servers is lost, or that others take the place of. It meets nobody and waits
         for nothing, and nothing is exchanged here any more.
 
         Gives what releases the memory that is left. That may wait for the GPU: to be called when trainers go on.
         """
+
+    def _next(self, schedule: Schedule, nano_batch: int, moment: Moment, is_return: bool) -> Identity:
+        self.exchanges += 1
+        return self._register.next(self.exchanges, moment, nano_batch, is_return, schedule)

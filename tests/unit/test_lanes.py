@@ -283,24 +283,25 @@ def run_ticks(
         check()
 
 
-@pytest.mark.parametrize("two_streams", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_nothing_lands_on_what_is_still_read(gpus: Gpus, two_streams: bool, seed: int) -> None:
-    """Ticks of one wave, of few and of many follow each other on the same memory."""
-    run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, seed)
+WAVES = [6, 1, 2, 4, 3, 1, 7]
 
 
-@pytest.fixture
-def ways_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a group over trainers and reserved servers."""
-    monkeypatch.setattr(landed, "has_ways_apart", lambda *_: True)
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.usefixtures("ways_apart")
-def test_nor_beside_reserved_servers(gpus: Gpus, servers: int, seed: int) -> None:
-    run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], False, seed, servers)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("two_streams", "servers", "nano_batches", "apart"),
+    [
+        (True, 0, 1, False), (False, 0, 1, False), (False, 1, 1, True), (False, 2, 1, True), (False, 0, 2, False),
+        (False, 1, 2, False), (False, 0, 2, True), (False, 1, 2, True), (False, 2, 2, True),
+    ],
+)  # fmt: skip
+def test_nothing_lands_on_what_is_still_read(
+    gpus: Gpus, two_streams: bool, servers: int, nano_batches: int, apart: bool, seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Ticks of one wave, of few and of many follow each other on the same memory. `apart`: each way has a stream and
+    flags of its own, as beside reserved servers."""
+    monkeypatch.setattr(landed, "has_ways_apart", lambda *_: apart)
+    run_ticks(gpus, WAVES, two_streams, seed, servers, nano_batches=nano_batches)
 
 
 def count_from(transports: list[LandingTransport], pushed: int, exchanges: int) -> None:
@@ -311,40 +312,24 @@ def count_from(transports: list[LandingTransport], pushed: int, exchanges: int) 
         flags.fill_((pushed + (1 << 31)) % (1 << 32) - (1 << 31))
 
 
-@pytest.mark.parametrize("two_streams", [True, False])
 @pytest.mark.parametrize(
     ("pushed", "exchanges"),
     [((1 << 31) - 9, (1 << 31) - 9), ((1 << 32) - 9, (1 << 32) - 9), (0, (1 << 31) + 9)],
     ids=["half a round", "a round", "new flags where servers changed"],
 )
-def test_nor_when_flags_come_round(gpus: Gpus, two_streams: bool, pushed: int, exchanges: int) -> None:
+def test_nor_when_flags_come_round(gpus: Gpus, pushed: int, exchanges: int) -> None:
+    """Nor in a lane that rested for half a round: what landed there last lies so far behind that it seems ahead."""
     transports = [landing_transport(rank, 3) for rank in range(3)]
     count_from(transports, pushed, exchanges)
-    run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], two_streams, 1, transports=transports)
+    run_ticks(gpus, WAVES, True, 1, transports=transports)
     assert transports[0].exchanges > exchanges + 40
-
-
-def test_nor_in_a_lane_that_rested_for_half_a_round(gpus: Gpus) -> None:
-    """What landed there last lies so far behind that it would seem to be ahead."""
-    transports = [landing_transport(rank, 3) for rank in range(3)]
-    run_ticks(gpus, [6, 1, 2], True, 1, transports=transports)
     rested = transports[0].exchanges + (1 << 31)
     count_from(transports, rested, rested)
     run_ticks(gpus, [6, 1, 2], True, 2, transports=transports)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("servers", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_nor_where_nano_batches_alternate(
-    gpus: Gpus, servers: int, seed: int, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(landed, "has_ways_apart", lambda *_: apart)
-    run_ticks(gpus, [4, 1, 2, 7, 3, 3], False, seed, servers, nano_batches=2)
-
-
-@pytest.mark.usefixtures("ways_apart")
-def test_giving_up_ends_the_waits_of_both_ways(gpus: Gpus) -> None:
+def test_giving_up_ends_the_waits_of_both_ways(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landed, "has_ways_apart", lambda *_: True)
     transport = landing_transport(0, 2)
     landing_transport(1, 2)
     for way in (transport._out, transport._back):
@@ -360,7 +345,7 @@ def test_without_its_guard_a_dispatch_would(gpus: Gpus, monkeypatch: pytest.Monk
     monkeypatch.setattr(OutLane, "guard", property(lambda self: 0))
     with pytest.raises(AssertionError, match=r"rank \d, tick|close"):
         for seed in range(20):
-            run_ticks(gpus, [6, 1, 2, 4, 3, 1, 7], True, seed)
+            run_ticks(gpus, WAVES, True, seed)
 
 
 def test_a_return_that_nobody_waited_for_is_refused(gpus: Gpus) -> None:

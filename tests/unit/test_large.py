@@ -53,10 +53,10 @@ def test_tables_of_an_exchange() -> None:
     assert back.slices[:, 4].tolist() == [3 * (LONG - 64), 3 * LONG], (
         "three head groups lie behind each other: one copy"
     )
-    plan = plan_landing(home.served_rows, [QUERY, KEY], [ROW_BYTES, ROW_BYTES // 2])
-    assert plan.total[1] == 3 * (LONG - 64) * ROW_BYTES + 3 * LONG * ROW_BYTES // 2
+    begins, totals = plan_landing(home.served_rows, [QUERY, KEY], [ROW_BYTES, ROW_BYTES // 2])
+    assert totals[1] == 3 * (LONG - 64) * ROW_BYTES + 3 * LONG * ROW_BYTES // 2
     fields = address_fields(
-        [(QUERY, 1 << 45, GROUPS * ROW_BYTES, ROW_BYTES, ROW_BYTES)] * 2, np.array([0, 1 << 46]), plan
+        [(QUERY, 1 << 45, GROUPS * ROW_BYTES, ROW_BYTES, ROW_BYTES)] * 2, np.array([0, 1 << 46]) + begins
     )
     assert fields[1, 6] == (1 << 46) + 3 * (LONG - 64) * ROW_BYTES
     far = at_address(1 << 44, ROW_BYTES)

@@ -5,31 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from deepspeed_cad import session as sessions
-from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange import links, probe
-from deepspeed_cad.exchange.links import ROW_BYTES, Links, busiest_rows, measure_links, slowest_speed
-from deepspeed_cad.session import Session
+from deepspeed_cad.exchange.links import Links, measure_links
 
 CPU = torch.device("cpu")
-
-
-def test_rows_of_the_busier_direction() -> None:
-    """Two ranks here, one there: it receives from both, and sends each a half."""
-    assert busiest_rows([[2], [2], [0, 1]], 8).tolist() == [8, 8, 16]
-    assert busiest_rows([[1], [0], []], 8).tolist() == [8, 8, 0]
-
-
-def test_the_slowest_rank_counts_and_ranks_without_peers_do_not() -> None:
-    """Rank 0 is slowest: 8 rows in a median of 4 s."""
-    seconds = np.array([[4.0, 3.0, 9.0], [4.0, 3.0, 9.0], [90.0, 3.0, 9.0]])
-    assert slowest_speed(np.array([8.0, 16.0, 0.0]), seconds * 1e9) == pytest.approx(8 * ROW_BYTES / 4.0)
 
 
 class Clock:
@@ -58,7 +42,7 @@ def test_exchanges_grow_until_they_last_and_stay_in_time(gigabytes: float, monke
     assert found.inside is None and found.between == pytest.approx(gigabytes * 1e9, rel=0.2)
     assert clock.bytes_sent == 77, "statistics speak of training"
     assert clock.now < 1.5
-    assert max(clock.sizes) <= links.MOST_ROWS["cpu"] * ROW_BYTES
+    assert max(clock.sizes) <= 1 << 23
 
 
 def links_of_two_nodes(rank: int, world: int) -> tuple[Links, Links]:
@@ -82,31 +66,23 @@ def test_both_kinds_are_measured_and_all_ranks_say_the_same(workers: WorkerPool)
     assert pairs.inside and pairs.between and lone.inside is None and lone.between
 
 
-def what_sessions_say(rank: int, world: int) -> list[str]:
-    """Measured; given; deterministic on one rank only, with a profile that knows a link."""
-    said = []
-    profile = sessions.share_cost
-    for number, block in enumerate(({}, {"links": {"inside": 300, "between": 25}}, {}, {})):
-        torch.use_deterministic_algorithms(number == 2 and rank == 1)
-        if number == 3:
-            sessions.share_cost = lambda *given: profile(*given).with_links(7e9, None)  # type: ignore[assignment]
-        torch.use_deterministic_algorithms(number >= 2 and rank == 1)
-        try:
-            session = Session(CADConfig.from_dict(block), CPU)
-            now = session.learned.links.now if session.learned.links else None
-            said.append(f"{session.describe()} | {now}")
-            session.close()
-        finally:
-            torch.use_deterministic_algorithms(False)
-            sessions.share_cost = profile
-    return said
+@pytest.mark.parametrize(
+    ("given", "deterministic", "expected"),
+    [
+        ({"inside": 300, "between": 25}, [0, 0], Links(3e11, 2.5e10, "given")),
+        (None, [0, 1], Links(None, None, probe.DETERMINISTIC)),  # on one rank only
+        (None, [0, 0], Links(5e9, None)),
+    ],
+)
+def test_links_are_given_measured_or_not_asked_for(
+    given: Any, deterministic: list[int], expected: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "measure_links", lambda *given: Links(5e9, None))
+    opened = probe.Opened(SimpleNamespace(rank=0), None, [1, 1])  # type: ignore[arg-type]
+    monkeypatch.setattr(probe, "rank_of", lambda group: group.rank)
+    assert probe.with_links(opened, CPU, lambda value: deterministic, given).links == expected
 
 
-def test_a_session_says_its_links_and_where_they_come_from(workers: WorkerPool) -> None:
-    first, second = workers.run(what_sessions_say, 2)
-    assert [line.split(", links")[1] for line in first] == [line.split(", links")[1] for line in second]
-    measured, given, deterministic, profiled = first
-    assert "links inside a host" in measured and "GB/s (measured)" in measured
-    assert "links inside a host 300 GB/s, between hosts 25 GB/s (given)" in given
-    assert f"links {sessions.DETERMINISTIC}" in deterministic and "inside=None, between=None" in deterministic
-    assert "links inside a host 7 GB/s" in profiled and "of the profile pairs" in profiled
+def test_links_in_words() -> None:
+    assert str(Links(3e11, 2.5e10, "given")) == "links inside a host 300 GB/s, between hosts 25 GB/s (given)"
+    assert str(Links(None, None, probe.DETERMINISTIC)) == f"links {probe.DETERMINISTIC}"

@@ -59,22 +59,6 @@ class Losses(Protocol):
         """The same for an exchange that failed: waits until it is known whether a server is to blame."""
 
 
-class Reached(NamedTuple):
-    """How far a rank has come: one that is blocked, or has left."""
-
-    exchanges: int
-    """That it has started."""
-    collectives: int
-    """That its look-ahead thread has begun."""
-    text: str
-    """What the last collective is about, or why the rank has left."""
-
-    @classmethod
-    def from_text(cls, line: str) -> Reached:
-        exchanges, collectives, text = line.split(" ", 2)
-        return cls(int(exchanges), int(collectives), text)
-
-
 class Place(NamedTuple):
     """Where a rank is that has trained nothing for a while."""
 
@@ -87,7 +71,6 @@ class Place(NamedTuple):
     text: str
 
     def describe(self) -> str:
-        """In words, behind "is" or "was"."""
         return f"{self.text}, after {counted(self.micro_batches, 'micro-batch')}"
 
 
@@ -111,7 +94,7 @@ class Liveness:
         self.losses: Losses | None = None
         """Where the others go on without a server that is lost; from when training has opened its transport."""
         self.may_change = False
-        """Whether they are to: known from the beginning."""
+        """The same, known from the beginning."""
         self.started: Callable[[], int] = lambda: 0
         """Says how many exchanges this rank has started."""
         self.begun: Callable[[], int] = lambda: 0
@@ -120,13 +103,6 @@ class Liveness:
     @property
     def others(self) -> list[int]:
         return [rank for rank in self.watched if rank != self.rank]
-
-    @classmethod
-    def alone(cls, rank: int) -> Liveness:
-        """The board of a rank that knows of no other."""
-        board = cls(dist.HashStore(), rank, 1)
-        board.watched = ()
-        return board
 
     # What this rank says of itself
 
@@ -184,11 +160,10 @@ class Liveness:
 
     def left(self, ranks: Iterable[int], exchange: int = 0, collective: int = 0) -> dict[int, str]:
         """Of those that have left, and take no part in the exchange, or collective, of that number: why. 0: in any."""
-        ends = {rank: Reached.from_text(line) for rank, line in self._read("closed", ranks).items()}
         return {
-            rank: end.text
-            for rank, end in ends.items()
-            if not (0 < exchange <= end.exchanges or 0 < collective <= end.collectives)
+            rank: why
+            for rank, (exchanges, collectives, why) in self._read_reached("closed", ranks)
+            if not (0 < exchange <= exchanges or 0 < collective <= collectives)
         }
 
     def places(self, ranks: Iterable[int]) -> dict[int, Place]:
@@ -220,10 +195,11 @@ class Liveness:
         before = ""
 
         def ask() -> bool:
-            over = is_over()
-            if not over and with_servers and (lost := self.lost()):
+            if is_over():
+                return True
+            if with_servers and (lost := self.lost()):
                 raise ServerLostError(lost)
-            return over
+            return False
 
         def look_around() -> None:
             nonlocal before
@@ -244,11 +220,9 @@ class Liveness:
         return "" if self.losses is None else self.losses.why()
 
     def why_hopeless(self, exchange: int = 0, collective: int = 0) -> str:
-        """Why waiting for the other ranks cannot end: one has stopped, or left its loop; empty while it may.
-
-        `exchange`: the number of the exchange in which, or before which, this rank waits; 0: in none. One that waits in
-        an exchange also asks whether others wait for it elsewhere. `collective`: likewise, of its look-ahead thread.
-        """
+        """Why waiting for the other ranks cannot end: one has stopped, or left its loop, or waits for this one
+        elsewhere; empty while it may. `exchange`: the one in which, or before which, this rank waits; 0: none.
+        `collective`: likewise, of its look-ahead thread."""
         try:
             return "; ".join(self._hopeless(exchange, collective) or self._standstill(exchange))
         except (RuntimeError, OSError) as error:
@@ -271,12 +245,11 @@ class Liveness:
         """Of each rank that waits for lengths or a plan, and for this one in `exchange`: what it waits for."""
         if not exchange or (idle_after := self.idle_after()) is None:
             return []
-        blocked = {rank: Reached.from_text(line) for rank, line in self._read("blocked", self.others).items()}
         return [
-            f"rank {rank} waits for the other ranks' {one.text} before it starts exchange {one.exchanges + 1}, "
+            f"rank {rank} waits for the other ranks' {subject} before it starts exchange {exchanges + 1}, "
             f"which rank {self.rank} started without asking for that. {REMEDY}"
-            for rank, one in blocked.items()
-            if one.exchanges < exchange and one.collectives > idle_after
+            for rank, (exchanges, collectives, subject) in self._read_reached("blocked", self.others)
+            if exchanges < exchange and collectives > idle_after
         ]
 
     def only_lost(self) -> bool:
@@ -289,25 +262,26 @@ class Liveness:
     def explain(
         self, waited_for: str, error: BaseException, with_servers: bool = False, patience_s: float | None = None
     ) -> CADPeerError:
-        """The error to raise on this rank: names the ranks that died, hang, or stopped and why. `patience_s`: for the
-        others' words, by default WORDS_S."""
+        """The error to raise on this rank: names those that died, hang, or stopped and why. `patience_s`: for their
+        words, by default WORDS_S."""
         if with_servers and self.losses is not None and (lost := self.losses.wait()):
             return ServerLostError(lost)
         if not self.watched:
             return CADPeerError(f"rank {self.rank} waited for {waited_for}: {error}")
         self.report(f"{LOST} in {waited_for}")
         said: dict[int, str] = {}
-        watched = sorted({*self.watched, self.rank})
+        silent = sorted({*self.watched, self.rank})
 
-        def silent_ranks() -> list[int]:
-            said.update(self._last_words([rank for rank in watched if rank not in said]))
-            return [rank for rank in watched if rank not in said]
+        def all_said() -> bool:
+            said.update(self._last_words(silent))
+            silent[:] = [rank for rank in silent if rank not in said]
+            return not silent
 
         try:
-            wait_until(lambda: not silent_ranks(), WORDS_S if patience_s is None else patience_s)
-            who = self._describe([rank for rank in watched if rank not in said])
-        except (RuntimeError, OSError) as silent:
-            who = _why_silent(silent)
+            wait_until(all_said, WORDS_S if patience_s is None else patience_s)
+            who = self._describe(silent)
+        except (RuntimeError, OSError) as gone:
+            who = _why_silent(gone)
         stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith(LOST)]
         who = who or "; ".join(stopped) or "every rank lost the connection"
         return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {first_line(error)}")
@@ -327,6 +301,13 @@ class Liveness:
         """The lines that ranks have left, of those that have."""
         keys = {f"{kind}/{rank}": rank for rank in ranks}
         return {keys[key]: line for key, line in self.store.read([*keys]).items()}
+
+    def _read_reached(self, kind: str, ranks: Iterable[int]) -> Iterator[tuple[int, tuple[int, int, str]]]:
+        """Of ranks that are blocked, or have left: how many exchanges they have started, how many collectives their
+        look-ahead threads have begun, and what the last one is about, or why they have left."""
+        for rank, line in self._read(kind, ranks).items():
+            exchanges, collectives, text = line.split(" ", 2)
+            yield rank, (int(exchanges), int(collectives), text)
 
     def write(self, key: str, text: str) -> None:
         """Leave something under a key of the board. A store that is gone is no reason to fail again."""

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange.failure.patience import LATE_S, PatientStore, wait_until
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.notice import name_ranks
 
 logger = logging.getLogger("deepspeed_cad")
@@ -82,7 +81,7 @@ def call_roll(timeout_s: float) -> None:
 
 
 def _store() -> dist.Store:
-    # Nothing may set a time-out on it: that reaches the store below, which is the whole job's.
+    # Nothing may set a time-out on it: that reaches the whole job's store.
     return dist.PrefixStore("deepspeed_cad/roll_call", dist.distributed_c10d._get_default_store())
 
 
@@ -94,20 +93,16 @@ def missing(keys: Mapping[Name, str], are_there: Callable[[list[str]], bool]) ->
 class RollCall:
     """The roll calls of one transport, in which ranks also leave words."""
 
-    def __init__(self, store: dist.Store | None, members: Table, place: int, alarm: Alarm) -> None:
-        """`store` None: a rank alone."""
+    def __init__(self, store: dist.Store, ranks: int, alarm: Alarm) -> None:
         # A store behind a link that dies answers nobody, and asking it again and again would not end.
-        self.store = None if store is None else PatientStore(store, alarm.timeout_s)
-        self.members, self.place, self.alarm = members, place, alarm
+        self.store, self.ranks, self.alarm = PatientStore(store, alarm.timeout_s), ranks, alarm
         self._calls = 0
 
     def call(self, what: str, word: str = "") -> list[str]:
-        """The words of all members, in their order. Every member calls it with the same `what`."""
-        if (store := self.store) is None:
-            return [word]
+        """The words of all ranks, in their order. Every rank calls it with the same `what`."""
         self._calls += 1
-        alarm, board = self.alarm, self.alarm.liveness
-        keys = {int(rank): f"{self._calls}/{place}" for place, rank in enumerate(self.members)}
+        store, alarm, board = self.store, self.alarm, self.alarm.liveness
+        keys = {rank: f"{self._calls}/{rank}" for rank in range(self.ranks)}
 
         def are_here() -> bool:
             alarm.check()
@@ -115,11 +110,10 @@ class RollCall:
 
         try:
             # A mark before the word: some stores cannot keep an empty one.
-            store.set(f"{self._calls}/{self.place}", f"={word}")
+            store.set(keys[alarm.rank], f"={word}")
             # Asked again and again: waiting inside the store would keep this process's other threads out of it.
             if not board.patiently(are_here, what, board.started() + 1, with_servers=True, timeout_s=alarm.timeout_s):
-                absent = missing(keys, store.check)
-                raise RuntimeError(f"ranks {absent} did not come within {alarm.timeout_s:g} s")
+                raise RuntimeError(f"ranks {missing(keys, store.check)} did not come within {alarm.timeout_s:g} s")
             return [word[1:] for word in store.read([*keys.values()]).values()]
         except CADError:
             raise
@@ -127,8 +121,7 @@ class RollCall:
             raise alarm.explain(what, error) from error
 
     def agree(self, what: str, problem: str, kind: type[CADError] = CADError) -> None:
-        """Go on only where no member has a problem ("" for none); else the same error on every member."""
-        words = self.call(what, problem)
-        told = [f"rank {int(rank)}: {word}" for rank, word in zip(self.members, words) if word]
+        """Go on only where no rank has a problem ("" for none); else the same error on every rank."""
+        told = [f"rank {rank}: {word}" for rank, word in enumerate(self.call(what, problem)) if word]
         if told:
-            raise kind(f"{what} failed on {len(told)} of {len(words)} ranks. {'; '.join(told)}")
+            raise kind(f"{what} failed on {len(told)} of {self.ranks} ranks. {'; '.join(told)}")

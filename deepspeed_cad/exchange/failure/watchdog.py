@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
@@ -52,7 +53,7 @@ class Alarm:
     def __init__(self, rank: int, liveness: Liveness | None, timeout_s: float) -> None:
         """`liveness` None: nobody can be told."""
         self.rank, self.timeout_s = rank, timeout_s
-        self.liveness = liveness or Liveness.alone(rank)
+        self.liveness = liveness or Liveness(dist.HashStore(), rank, 0)
         self._waited_for, self._sign, self._reason = "", "", ""
         self.told = False
         """Whether the training thread has had an error of it."""
