@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,15 @@ LEAVE = "leave"
 BUSY, FAILED = "busy", "failed"
 """What a server says: that it is there, and how long it attended; or that it ends."""
 
-Tell = Callable[[dict[str, Any], tuple[Ints, ...], int], None]
-"""Carries a frame to every server of a generation, in this order; raises CADPeerError where one has died, if that ends
-all."""
+Tell = Callable[[dict[str, Any], tuple[Ints, ...]], None]
+"""Carries a frame to every server, in this order; raises CADPeerError where one has died, if that ends all."""
 
 
 class Leader:
     """Trainer 0 as servers see it."""
 
-    def __init__(self, tell: Tell, generation: int = 0) -> None:
-        """`generation`: how often servers had changed; it leads until they do again."""
-        self._tell, self._generation = tell, generation
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
         # Filled where garbage is collected, which may be inside of any call: nothing is sent from there.
         self._over: deque[int] = deque()
 
@@ -62,8 +61,8 @@ class Leader:
         """One frame, behind what is over by now."""
         over = [self._over.popleft() for _ in range(len(self._over))]
         if over:
-            self._tell({"do": RELEASE, "turns": over}, (), self._generation)
-        self._tell(head, arrays, self._generation)
+            self._tell({"do": RELEASE, "turns": over}, ())
+        self._tell(head, arrays)
 
 
 class MicroBatchTold:
@@ -109,7 +108,4 @@ class MicroBatchTold:
 
 def key_to_list(key: PlanKey) -> list[int | None]:
     """Window, then the fields of the head shape."""
-    shape = key.shape
-    return [
-        key.window, shape.query_heads, shape.groups, shape.head_dim, shape.value_dim, shape.bytes_per_element,
-    ]  # fmt: skip
+    return [key.window, *astuple(key.shape)]

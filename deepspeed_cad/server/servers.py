@@ -130,7 +130,8 @@ class ReservedServers(NoServers):
             # A trainer of speed 0 hands over even its own rows, whatever that moves.
             serves = np.repeat([0.0, 1.0], [trainers, count])
             speeds = serves if speeds is None else serves * speeds
-        leads = Leader(self.link.tell, generation).open if self.role.rank == 0 and count else None
+        tell = partial(self.link.tell, generation=generation)
+        leads = Leader(tell).open if self.role.rank == 0 and count else None
         servers = Servers(count, self.at_start, trainers if self.trainers_serve else 0, leads)
         return replace(super().crew(opened, speeds), servers=servers, generation=generation)
 
@@ -255,7 +256,9 @@ class SurvivingServers(ReservedServers):
             with Liveness.watch(self.liveness, TRAINERS):
                 if not well:
                     self._meeting.root.set(f"called/{self.generation}", "1")
-                dist.all_reduce(said, dist.ReduceOp.MIN, group=self._trainers)
+                work = dist.all_reduce(said, dist.ReduceOp.MIN, group=self._trainers, async_op=True)
+                self.liveness.patiently(work.is_completed, TRAINERS)
+                work.wait()
         return bool(said)
 
     def _change(self, came: int = 0) -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,15 +115,11 @@ def test_without_the_library_a_session_refuses_before_ranks_meet(no_library, mon
 def test_without_the_library_a_server_tells_all_ranks(no_library, monkeypatch) -> None:
     """Through the meeting, so that trainers end with the same words."""
 
-    class Meeting:
-        def __init__(self, *given) -> None: ...
+    def refuse(reason: str) -> None:
+        raise errors.CADConfigError(reason)
 
-        def claim(self) -> None: ...
-
-        def refuse(self, reason: str) -> None:
-            raise errors.CADConfigError(reason)
-
-    monkeypatch.setattr(process, "Rendezvous", Meeting)
+    meeting = SimpleNamespace(claim=lambda: None, refuse=refuse)
+    monkeypatch.setattr(process, "Rendezvous", lambda *given: meeting)
     server = process._Server(Split(2, 1, 2, "127.0.0.1:1"), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
     with pytest.raises(errors.CADConfigError, match=r"^server 2 on .*: the library was not built$"):
         server.open()

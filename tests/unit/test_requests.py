@@ -54,13 +54,6 @@ def test_a_request_inside_another_agrees_with_it(monkeypatch, flags, tolerance, 
         assert run.read_request(*flags) == Request(CADConfig(tolerance=tolerance), asked_by)
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), (["train"], 2), ([], 2)])
-def test_usage(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert accelerate_cad.main(words) == code
-    said = capsys.readouterr()
-    assert "usage: accelerate-cad launch" in (said.err if code else said.out)
-
-
 @pytest.mark.parametrize(
     ("check", "settled", "code"),
     [
@@ -81,16 +74,13 @@ def test_how_a_process_that_was_asked_ends(check, settled: bool, code: int, caps
 
 @pytest.mark.parametrize("late", [["--cad", "{}"], ["--lr", "1", "--cad={}"], ["--cad_config", "cad.json"]])
 def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) -> None:
+    run.refuse_late_flags(["--cad", "computer aided design"], "before it")  # which a script may have
     (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
     assert run.main([str(tmp_path / "train.py"), *late]) == 2
     assert f"{late[-1].split('=')[0] if '=' in late[-1] else late[-2]} stands behind" in capsys.readouterr().err
     for words in (["launch", "train.py", *late], ["launch", "--num_processes", "2", *late, "train.py"]):
         assert accelerate_cad.main(words) == 2
         assert "must come first" in capsys.readouterr().err
-
-
-def test_a_script_may_have_a_flag_of_that_name() -> None:
-    run.refuse_late_flags(["--cad", "computer aided design"], "before it")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +104,7 @@ def test_command_line_of_run(tmp_path, monkeypatch, capsys, flags: list[str], sa
     [
         (["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
         (["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
+        (["train"], "usage: accelerate-cad launch"),
     ],
 )
 def test_bad_input_of_accelerate_cad(started, capsys, words: list[str], said: str) -> None:

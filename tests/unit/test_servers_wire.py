@@ -69,7 +69,7 @@ def test_what_is_no_frame_ends_the_connection_with_the_reason(pair: Pair, head: 
 
 def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
     heads: list[dict[str, Any]] = []
-    leader = Leader(lambda head, arrays, generation: heads.append(head))
+    leader = Leader(lambda head, arrays: heads.append(head))
     layout = Layout.from_rank_lengths([[3], []])
     first = leader.open(0, layout, None)
     held = [first]
