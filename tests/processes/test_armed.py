@@ -115,19 +115,6 @@ def test_a_script_finds_itself_as_if_started_alone(tmp_path, words, folder: str,
     assert done.stdout.split() == ["__main__", path, *local_rank, "--its", "own", "script.py"], done.stderr
 
 
-def test_every_accelerator_gets_the_plugin_of_the_request(tmp_path) -> None:
-    (tmp_path / "accelerate.py").write_text("")
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys, types\nours = types.ModuleType('deepspeed_cad.integrations.accelerate')\n"
-        "class CADPlugin(types.SimpleNamespace):\n @classmethod\n def of(cls, config, asked_by):\n"
-        "  return cls(tolerance=config.tolerance, asked_by=asked_by, watched=False)\n"
-        "ours.CADPlugin, ours.give_every_accelerator = CADPlugin, print\nsys.modules[ours.__name__] = ours\n"
-    )
-    env = _environment(tmp_path, **{VARIABLE: '{"tolerance": 0.2}'})
-    done = subprocess.run([sys.executable, "-c", "import accelerate"], env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == "CADPlugin(tolerance=0.2, asked_by='DEEPSPEED_CAD_CONFIG', watched=True)", done.stderr
-
-
 def test_a_python_without_the_hook_warns(tmp_path) -> None:
     (tmp_path / "script.py").write_text("")
     done = _run(tmp_path, "-S", "-m", "deepspeed_cad.run", "script.py")

@@ -1,10 +1,9 @@
-"""What a command line or the environment asks for, without what it starts, and how a process that was asked ends."""
+"""What a command line or the environment asks for, without what it starts."""
 
 from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +12,6 @@ from deepspeed_cad import run
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.launch import armed
-from deepspeed_cad.launch.armed import Armed
 from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 
@@ -52,24 +49,6 @@ def test_a_request_inside_another_agrees_with_it(monkeypatch, flags, tolerance, 
             run.read_request(*flags)
     else:
         assert run.read_request(*flags) == Request(CADConfig(tolerance=tolerance), asked_by)
-
-
-@pytest.mark.parametrize(
-    ("check", "settled", "code"),
-    [
-        (None, False, 0),
-        (SimpleNamespace(problem=lambda: "no step"), False, armed.EXIT_CODE),
-        (SimpleNamespace(problem=lambda: "no step"), True, 0),
-        (SimpleNamespace(problem=lambda: ""), False, 0),
-    ],
-    ids=["nothing imported", "a problem", "told before", "none"],
-)
-def test_how_a_process_that_was_asked_ends(check, settled: bool, code: int, capsys) -> None:
-    armed = Armed.__new__(Armed)
-    armed.check, armed._settled = check, settled
-    assert armed.settle() == code
-    assert ("no step" in capsys.readouterr().err) == bool(code)
-    assert armed.settle() == 0, "once is enough"
 
 
 @pytest.mark.parametrize("late", [["--cad", "{}"], ["--lr", "1", "--cad={}"], ["--cad_config", "cad.json"]])
