@@ -1,7 +1,5 @@
 """Schedules: a plan and a rank in; slices to send, slices to receive and fused varlen batches out. Pure."""
 
-from deepspeed_cad.schedule.build import build_slices as build_slices
-from deepspeed_cad.schedule.build import schedule_rank as schedule_rank
 from deepspeed_cad.schedule.tables import GROUP as GROUP
 from deepspeed_cad.schedule.tables import HOME as HOME
 from deepspeed_cad.schedule.tables import HOME_ROW as HOME_ROW
@@ -15,4 +13,6 @@ from deepspeed_cad.schedule.tables import STAGE_ROW as STAGE_ROW
 from deepspeed_cad.schedule.tables import Batch as Batch
 from deepspeed_cad.schedule.tables import Schedule as Schedule
 from deepspeed_cad.schedule.tables import Slices as Slices
+from deepspeed_cad.schedule.tables import build_slices as build_slices
 from deepspeed_cad.schedule.tables import padding_rows as padding_rows
+from deepspeed_cad.schedule.tables import schedule_rank as schedule_rank

@@ -19,9 +19,8 @@ import numpy as np
 
 from deepspeed_cad.cost import count_pairs, window_start
 from deepspeed_cad.layout import Ints, Segments, Tick
-from deepspeed_cad.schedule.build import build_slices, schedule_rank
 from deepspeed_cad.schedule.room import OUT, Room, room_needed, too_much
-from deepspeed_cad.schedule.tables import Schedule, Slices
+from deepspeed_cad.schedule.tables import Schedule, Slices, build_slices, expand, schedule_rank
 
 MOST = 32
 """Waves of one tick: as many as the identities of exchanges tell apart (exchange/failure/identity.py)."""
@@ -83,7 +82,7 @@ def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | 
     best, found = float("inf"), None
     for one in _cuts(cut):
         parts = split_tasks(tick, tasks, window, one)
-        slices = _slices(tick, parts, window)
+        slices = [build_slices(tick, part, window) for part in parts]
         needed = room_needed(room, [(part.served_rows, part.landed_rows) for part in slices])
         if needed[0] > room.limit:
             if least is None or needed < least[0]:
@@ -105,11 +104,7 @@ def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | 
 
 def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Slices]:
     """The slices of all ranks, by waves."""
-    return _slices(tick, split_tasks(tick, tasks, window, cut), window)
-
-
-def _slices(tick: Tick, parts: list[Ints], window: int | None) -> list[Slices]:
-    return [build_slices(tick, part, window) for part in parts]
+    return [build_slices(tick, part, window) for part in split_tasks(tick, tasks, window, cut)]
 
 
 def stretch(tick: Tick, parts: list[Ints], window: int | None) -> float:
@@ -156,15 +151,13 @@ def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[I
     # One row for each head group of a task.
     count = moved[:, 4] - moved[:, 3]
     each = np.repeat(moved, count, axis=0)
-    each[:, 3] += np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+    each[:, 3] = expand(moved[:, 3], count)
     each[:, 4] = each[:, 3] + 1
     if cut.blocks:
         each = _cut_rows(each, cut)
     wave = _waves_of(each, window, cut)
-    return [
-        np.concatenate([tasks[alone], _join(each[wave == 0])]),
-        *(_join(each[wave == number]) for number in range(1, cut.waves)),
-    ]
+    first, *others = (_join(each[wave == number]) for number in range(cut.waves))
+    return [np.concatenate([tasks[alone], first]), *others]
 
 
 def _run_alone(tick: Tick, tasks: Ints, window: int | None) -> np.ndarray:
@@ -179,9 +172,10 @@ def _is_held(where: Segments, document: Ints, begin: Ints, end: Ints, rank: Ints
     """Whether `rank` holds all rows [begin, end) in one segment ([tasks])."""
     if not len(where):
         return np.zeros(len(document), bool)
-    key = where.document * (np.int64(1) << 40) + where.begin
+    far = np.int64(1) << 40
+    key = where.document * far + where.begin
     order = np.argsort(key, kind="stable")
-    last = np.searchsorted(key[order], document * (np.int64(1) << 40) + begin, side="right") - 1
+    last = np.searchsorted(key[order], document * far + begin, side="right") - 1
     segment = order[np.maximum(last, 0)]
     return (
         (last >= 0)
@@ -199,8 +193,7 @@ def _cut_rows(each: Ints, cut: Cut) -> Ints:
     step = -(-most // cut.granularity) * cut.granularity
     count = -(-rows // step)
     found = np.repeat(each, count, axis=0)
-    number = np.arange(len(found)) - np.repeat(np.cumsum(count) - count, count)
-    found[:, 1] += number * step
+    found[:, 1] += expand(np.zeros(len(count), np.int64), count) * step
     found[:, 2] = np.minimum(found[:, 2], found[:, 1] + step)
     return found
 
