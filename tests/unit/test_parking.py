@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_cad.attention import parking as parking_room
 from deepspeed_cad.attention.call import Parked
 from deepspeed_cad.attention.forward import Kept, ServedOutputs
-from deepspeed_cad.attention.parking import Parcel, Parking, available_host_memory, in_memory_order
+from deepspeed_cad.attention.parking import Parking, available_host_memory, in_memory_order
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
@@ -90,18 +90,6 @@ def test_what_has_not_left_is_not_copied_back() -> None:
     assert parcel.take()[0] is given
     lot.settle()
     assert given.sum() == numbers(64).sum()
-
-
-def test_blocks_are_used_again() -> None:
-    """Host memory is that of the parcels of one step, not of all steps."""
-    lot = parking()
-    for _ in range(5):
-        parcels = [lot.park([numbers(BLOCK // 4), numbers(10)], LABEL) for _ in range(3)]
-        lot.settle()
-        for parcel in reversed(parcels):
-            parcel.take()
-        del parcels, parcel
-    assert (lot.blocks, lot.host_bytes, len(lot.free)) == (6, 6 * BLOCK, 6)
 
 
 class Raced(list[torch.Tensor]):
@@ -357,18 +345,6 @@ def test_gradients_of_parked_layers(way: str) -> None:
 def backward(output: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
     output.sum().backward()
     return [x.grad for x in given]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_only_what_dies_is_parked(way: str) -> None:
-    """O, where the layer behind saves it for itself, is not; then Q, K and V are, which nobody else holds."""
-    lot, parked = parking(), []
-    lot.park = lambda tensors, label: parked.append(tensors) or Parcel(lot, 1, label, tensors)  # type: ignore[method-assign]
-    layers, _, _ = train(way, lot)
-    shapes = [tuple(x.shape) for x in parked[0]]
-    q, k, o, lse = (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4)
-    assert shapes == ([q, k, k, lse] if way == "plain" else [o, lse])
-    assert len(parked) == LAYERS
 
 
 @pytest.mark.parametrize("name", ["two", "a rank with no tokens", "documents over borders", "a tail of padding"])

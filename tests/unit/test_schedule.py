@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import cases
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import random_problem
 from test_planner import problems
 
 from deepspeed_cad.cost import PAIRS, window_start
@@ -122,15 +120,6 @@ def test_random_questions(problem: PlanInput, seed: int) -> None:
     at_random = cases.random_tasks(problem.tick, groups, np.random.default_rng(seed))
     for tasks in (make_plan(problem).tasks, at_random):
         _check(problem.tick, tasks, problem.window, groups)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_thousands_of_random_questions(part: int) -> None:
-    for seed in range(part, 2000, 4):
-        problem = random_problem(seed)
-        _check(problem.tick, make_plan(problem).tasks, problem.window, problem.shape.groups)
 
 
 @settings(max_examples=40, deadline=None)
