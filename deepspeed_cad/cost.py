@@ -24,11 +24,9 @@ class CostModel:
     pair: float = 1.0
     """Per query-key pair of one head group."""
     row: float = 0.0
-    """Per query row of one head group."""
     key: float = 0.0
     """Per KV row read by a task, per head group."""
     task: float = 0.0
-    """Per task and head group."""
     byte_inside: float = 0.0
     """Per byte of one layer's forward from a rank of the same host, forward and backward together."""
     byte_between: float = 0.0

@@ -61,7 +61,6 @@ def open(
 
 
 def _find_replica(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Replica | None:
-    """The ranks that divide heads with this one. Collective."""
     if mesh is not None and group is not None:
         raise CADConfigError("deepspeed_cad.open got a mesh and a group, which say the same: pass one of them")
     if mesh is not None:
@@ -214,12 +213,13 @@ class Step:
 
     def _check(self, label: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Raise CADDataError for tensors that do not fit the plan or each other."""
-        tokens = self._mine.local.tokens
         heads, kv_heads, head_dim, value_dim = self._sizes
-        expected = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, value_dim)
-        for name, x, sizes in zip(("q", "k", "v"), (q, k, v), expected):
-            if x.ndim != 3 or any(want not in (None, have) for want, have in zip(sizes, x.shape)):
-                raise self._misfit(f"{label}: {name} has shape {list(x.shape)}", _shape(sizes))
+        for name, x, *sizes in (("q", q, heads, head_dim), ("k", k, kv_heads, head_dim), ("v", v, kv_heads, value_dim)):
+            wanted = (self._mine.local.tokens, *sizes)
+            if x.ndim != 3 or any(want not in (None, have) for want, have in zip(wanted, x.shape)):
+                shown = zip(("tokens", "heads", "size"), wanted)
+                expected = ", ".join(axis if size is None else str(size) for axis, size in shown)
+                raise self._misfit(f"{label}: {name} has shape {list(x.shape)}", f"[{expected}]")
             same = x.dtype == q.dtype or torch.is_autocast_enabled(x.device.type)
             if not same or x.device.type != self._cad.session.device.type:
                 found = f"{label}: {name} is {x.dtype} on {x.device}"
@@ -238,13 +238,7 @@ class Step:
         return CADDataError(f"rank {self._cad.feed.rank}, {found}; the plan of this micro-batch expects {expected}")
 
 
-def _shape(sizes: Sequence[int | None]) -> str:
-    named = zip(("tokens", "heads", "size"), sizes)
-    return f"[{', '.join(name if size is None else str(size) for name, size in named)}]"
-
-
 def _read(cu_seqlens: Any, position_ids: Any) -> Announcement:
-    """This rank's documents. Raises CADDataError."""
     if cu_seqlens is None and position_ids is None:
         raise CADDataError("plan was given neither cu_seqlens nor position_ids: it cannot know the documents")
     positions = None if position_ids is None else torch.as_tensor(position_ids)

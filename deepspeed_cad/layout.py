@@ -36,13 +36,9 @@ class Segments:
     """Parts of documents, one row each, ordered by (rank, offset); all columns are int64 of the same length."""
 
     document: Ints
-    """Identity of the document, equal on every rank."""
     begin: Ints
-    """First position in the document."""
     end: Ints
-    """One past the last position."""
     rank: Ints
-    """The home rank, a rank of the CAD group."""
     offset: Ints
     """Row of `begin` in the home's buffer."""
 
@@ -63,7 +59,6 @@ class Segments:
         return np.unique(pairs[0], return_counts=True)
 
     def to_array(self) -> Ints:
-        """Columns document, begin, end, rank, offset as an [n, 5] array."""
         return np.stack([self.document, self.begin, self.end, self.rank, self.offset], axis=1)
 
 
@@ -153,7 +148,6 @@ class Layout:
 
     @property
     def documents(self) -> int:
-        """How many documents there are; ids run from 0."""
         return int(self.segments.document.max()) + 1 if len(self.segments) else 0
 
     def local(self, rank: int) -> LocalSegments:
@@ -192,7 +186,6 @@ class Layout:
         )
 
     def can_cut(self, at: Any) -> bool:
-        """Whether no row before the cut reads a key behind it."""
         seg, before = self.segments, self._before(_ints(at))
         last_first = np.zeros(self.documents, dtype=np.int64)
         np.maximum.at(last_first, seg.document, np.where(before > 0, seg.begin + before, 0))
@@ -202,7 +195,6 @@ class Layout:
         return bool((last_first <= first_second).all())
 
     def _before(self, at: Ints) -> Ints:
-        """[segments] rows of each before the cut."""
         seg = self.segments
         return np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
 

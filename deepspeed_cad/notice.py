@@ -36,15 +36,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _is_shown() -> bool:
     """Whether a handler on the way to the root shows this logger's records of level INFO."""
-    if not logger.isEnabledFor(logging.INFO):
-        return False
-    at: logging.Logger | None = logger
+    at: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
     while at is not None:
-        if any(handler.level <= logging.INFO and not _is_null(handler) for handler in at.handlers):
+        if any(one.level <= logging.INFO and not isinstance(one, logging.NullHandler) for one in at.handlers):
             return True
         at = at.parent if at.propagate else None
     return False
-
-
-def _is_null(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.NullHandler)

@@ -1,9 +1,8 @@
 """Replicas of tokens and shares of heads: who exchanges attention with whom where ranks divide heads among them.
 
 Under tensor parallelism, and inside the attention of Ulysses, some ranks hold all tokens of a micro-batch together and
-each of them a share of its heads. They are a replica. Attention is exchanged between ranks with the same share, one of
-each replica: they are a CAD group. With T shares there are T groups, which see the same lengths and exchange apart.
-In: which ranks are this one's replica. Out: `Shares`. Plain numbers; ranks are those of torch's world.
+each of them a share of its heads: a replica. Ranks with the same share, one of each replica, are a CAD group, which
+exchanges attention. In: which ranks are this one's replica. Out: `Shares`. Ranks are those of torch's world.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ class Shares:
     """All replicas, as one rank sees them."""
 
     replicas: Ints
-    """[replicas, shares] ranks."""
     rank: int
-    """This one."""
     pieces: bool = False
-    """See Replica."""
 
     @classmethod
     def none(cls, rank: int, ranks: int) -> Shares:
@@ -63,8 +59,8 @@ class Shares:
             if one not in own.ranks:
                 raise CADConfigError(f"rank {one} is not among the ranks {list(own.ranks)} that it shares heads with")
             for other in own.ranks:
+                theirs = f"names {_describe(said[other])}" if other < len(said) else "is not in the job"
                 if other >= len(said) or said[other] != own:
-                    theirs = "is not in the job" if other >= len(said) else f"names {_describe(said[other])}"
                     raise CADConfigError(f"rank {one} shares heads with {_describe(own)}, but rank {other} {theirs}")
         sizes = sorted({len(own.ranks) for own in said})
         if len(sizes) > 1 or len({own.pieces for own in said}) > 1:
@@ -76,7 +72,6 @@ class Shares:
 
     @property
     def count(self) -> int:
-        """Into how many shares heads are divided."""
         return int(self.replicas.shape[1])
 
     @property
@@ -86,13 +81,12 @@ class Shares:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The ranks of every CAD group, by share."""
-        return [column.tolist() for column in self.replicas.T]
+        return self.replicas.T.tolist()
 
     @property
     def members(self) -> list[int]:
         """The ranks of this rank's CAD group."""
-        return self.groups[int(np.argwhere(self.replicas == self.rank)[0, 1])]
+        return next(group for group in self.groups if self.rank in group)
 
 
 def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
@@ -107,14 +101,15 @@ def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
             "the mesh has no names, so CAD cannot know which of its axes divides heads: pass mesh_dim_names to "
             f"init_device_mesh, {_or(TENSOR)} for tensor parallelism and {_or(DATA)} for data"
         )
-    for name, size in zip(names, grid.shape):
-        if size > 1 and name in ("cp", "pp"):
-            what = "context" if name == "cp" else "pipeline"
+    used = [name for name, size in zip(names, grid.shape) if size > 1]
+    for name in used:
+        if name in ("cp", "pp"):
             raise CADUnsupportedError(
-                f'the mesh has an axis "{name}" of {size} ranks, {what} parallelism, beside which CAD cannot run: take '
-                "it out (documents may span ranks by deepspeed_cad.shard_stream; pipelines are those of DeepSpeed)"
+                f'the mesh has an axis "{name}" of several ranks, {"context" if name == "cp" else "pipeline"} '
+                "parallelism, beside which CAD cannot run: take it out (documents may span ranks by "
+                "deepspeed_cad.shard_stream; pipelines are those of DeepSpeed)"
             )
-        if size > 1 and name not in TENSOR + PIECES + DATA:
+        if name not in TENSOR + PIECES + DATA:
             raise CADConfigError(
                 f'the mesh has an axis "{name}" of which CAD does not know what its ranks divide: name it '
                 f"{_or(TENSOR)} where they divide heads, {_or(PIECES)} for Ulysses, {_or(DATA)} where each has "
@@ -124,8 +119,8 @@ def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
         raise CADConfigError(
             f"the mesh has {grid.size} ranks and the job {ranks}: pass the mesh of all of them, not a part of it"
         )
-    tensor, pieces = (any(s > 1 and n in kinds for n, s in zip(names, grid.shape)) for kinds in (TENSOR, PIECES))
-    if tensor and pieces:
+    pieces = not set(PIECES).isdisjoint(used)
+    if pieces and not set(TENSOR).isdisjoint(used):
         raise CADUnsupportedError(TWICE)
     return replica_in(mesh, rank, PIECES if pieces else TENSOR)
 

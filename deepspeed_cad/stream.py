@@ -130,7 +130,6 @@ def _rows(positions: Ints, rank: int, ranks: int, zigzag: bool, ranks_per_host: 
 
 
 def _next_tokens(labels: Any, position_ids: Any) -> Any:
-    """Labels moved one to the left, −100 at the last token of every document."""
     if tuple(labels.shape) != tuple(position_ids.shape):
         raise CADDataError(f"labels has shape {tuple(labels.shape)}, position_ids {tuple(position_ids.shape)}")
     targets = labels.clone() if hasattr(labels, "clone") else labels.copy()

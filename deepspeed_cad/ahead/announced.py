@@ -80,13 +80,10 @@ def _say(position: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class StepMessage:
-    """One rank's micro-batches of a step."""
-
     micro_batches: Sequence[Announcement]
     fields: int = 0
     """Digest of their per-token fields; 0 where its documents stay."""
     padding: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    """What these hold in a token of padding; empty where this rank has none."""
 
     def to_array(self) -> Ints:
         """Micro-batches, fields, and the lengths of padding and of each announcement; then all of these."""
@@ -96,7 +93,6 @@ class StepMessage:
 
     @classmethod
     def from_array(cls, values: Ints) -> StepMessage:
-        """The inverse of `to_array`."""
         count = int(values[0])
         ends = 3 + count + np.cumsum(values[2 : 3 + count])
         padding, *micro_batches, _ = np.split(values[3 + count :], ends - 3 - count)
@@ -109,7 +105,6 @@ class StepDocuments:
 
     step: Step
     offset: Ints
-    """[documents] first token of each in its row."""
     of: Ints
     """[segments] document, or padded sample, that each lies in."""
     begin: Ints

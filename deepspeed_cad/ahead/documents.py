@@ -72,14 +72,11 @@ class Announcement:
 
     @classmethod
     def from_array(cls, values: Ints) -> Announcement:
-        """The inverse of `to_array`."""
         tokens, unit, loaded, ids = map(int, values[:4])
         return cls(LocalSegments.from_array(values[4:].reshape(-1, 3), tokens), unit, loaded, ids)
 
 
 class _Source(NamedTuple):
-    """What one argument says of the rows of the flattened micro-batch."""
-
     name: str
     rows: npt.NDArray[np.int8]
     """[tokens] PADDING, GOES_ON or BEGINS."""
@@ -145,7 +142,6 @@ def with_ids(mine: Announcement, given: Mapping[str, Any]) -> Announcement:
 
 
 def batch_shape(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Batch rows and tokens of each."""
     for name in ("input_ids", "inputs_embeds"):
         value = given.get(name)
         if value is not None:
@@ -154,7 +150,6 @@ def batch_shape(given: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _compare(first: _Source, other: _Source, width: int) -> None:
-    """Raise CADDataError where two arguments say different things of a row."""
     most = BEGINS if first.documents and other.documents else GOES_ON
     rows = np.stack([first.rows, other.rows]).clip(max=most)
     wrong = np.flatnonzero(rows[0] != rows[1])
@@ -192,7 +187,6 @@ def _read_mask(mask: Any, batch: int, width: int) -> Iterator[_Source]:
 
 
 def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -> Iterator[_Source]:
-    """What numbers say of documents; nothing where all are those of a first document."""
     if given is None:
         return
     values = _numpy(given)
@@ -306,7 +300,6 @@ def _count_tokens(axes: np.ndarray, real: npt.NDArray[np.bool_]) -> Ints:
 
 
 def _rows(local: LocalSegments) -> npt.NDArray[np.int8]:
-    """What the rows are by segments. A piece of a document, which begins above 0 behind others, goes on."""
     rows = (local.positions() != layout.PADDING).astype(np.int8)
     rows[local.offset[(local.begin == 0) | (local.offset == 0)]] = BEGINS
     return rows

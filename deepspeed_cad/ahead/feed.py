@@ -31,8 +31,6 @@ class EpochOverError(CADPeerError):
 
 
 class Feed:
-    """The micro-batches of one model, in the order in which it trains them."""
-
     def __init__(self, plans: Plans, fingerprint: str, number: int | None = 0) -> None:
         """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one.
 
@@ -47,11 +45,9 @@ class Feed:
         self.keys: dict[PlanKey, int] = {}
         """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
         self.deals = False
-        """Whether documents are dealt out to ranks before steps."""
         self.cuts = False
         """Whether these may be cut, and then lie on several ranks."""
         self.orders = True
-        """Whether micro-batches of a step may be trained in another order."""
         self.stays = ""
         """Why not, where it is asked for, and what would turn it on."""
         self.read_ahead = False
@@ -62,11 +58,9 @@ class Feed:
         self._epoch = self._index = self._step = self._asked = 0
         self._forwards = self._looks = 0
         self._given_out = 0
-        """Announced micro-batches that the loader gave out and that were not trained yet."""
         self._at_once = 1
         """As many micro-batches this loop draws before it trains the first of them."""
         self._unannounced = 0
-        """Training forwards in a row that no loader had announced."""
         self._over: dict[int, str] = {}
         """Why an epoch is over on some rank; changed on the look-ahead thread only, in the same order on every rank."""
 
@@ -130,7 +124,6 @@ class Feed:
         self.worker.submit(job)
 
     def next_step(self) -> tuple[int, int, int]:
-        """Epoch, number of the next step and of its first micro-batch."""
         step, self._step = self._step, self._step + 1
         return self._epoch, step, self._index
 
@@ -225,7 +218,6 @@ class Feed:
         return None if all(one.state == State.ENDED for one in said) else said
 
     def follow(self, said: list[Said]) -> MicroBatch:
-        """What other ranks look at with this model, planned."""
         return self._open_look(lambda: said)
 
     def _open_look(self, gather: Callable[[], list[Said]]) -> MicroBatch:
@@ -244,7 +236,6 @@ class Feed:
             raise CADPeerError(self.plans.abandoned)
 
     def _result(self, future: Future[Result]) -> Result:
-        """What a job on the look-ahead thread finds."""
         self.worker.trains_here()
         try:
             return self.worker.wait(future, "document lengths and plan")
@@ -254,14 +245,12 @@ class Feed:
             raise
 
     def _wait(self, future: Future[MicroBatch]) -> MicroBatch:
-        """The micro-batch that a job on the look-ahead thread plans, ready for its forward."""
         micro_batch = self._result(future)
         self.gatherer.liveness.take(micro_batch.turn)
         micro_batch.calls.prepare()
         return micro_batch
 
     def learn(self, layers: dict[PlanKey, int]) -> None:
-        """Remember what kinds of layers a forward had, so that the look-ahead plans for them."""
         self.keys |= {key: count for key, count in layers.items() if key not in self.keys}
 
     def stays_whole(self) -> None:
@@ -290,7 +279,6 @@ class Feed:
         self.worker.submit(job)
 
     def abandon(self, error: CADError) -> None:
-        """This rank trains no further micro-batch; those that wait for it learn why."""
         if not self.plans.abandoned and max(self.plans.crew.ranks, self.gatherer.ranks) > 1:
             self.plans.abandoned = str(error) or type(error).__name__
             self.gatherer.liveness.report(self.plans.abandoned)
@@ -323,7 +311,6 @@ class Feed:
         self.abandon(error)
 
     def _gather_now(self, mine: Announcement) -> Future[MicroBatch]:
-        """Plan a training forward that no loader had announced."""
         subject, keys = Subject(What.FORWARD, self.number, index=self._forwards), dict(self.keys)
         self._forwards += 1
         self._unannounced += 1
@@ -360,7 +347,6 @@ class Feed:
     # On the look-ahead thread
 
     def _gather(self, subject: Subject, payload: Ints | None) -> list[Said]:
-        """`payload` is None where this rank's loader ended."""
         state = State.ENDED if payload is None else State.GOING
         return self.gatherer.gather(subject, payload, state=state, model=self.fingerprint)
 

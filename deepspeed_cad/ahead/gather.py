@@ -27,8 +27,6 @@ from deepspeed_cad.version import __version__
 
 
 class What(IntEnum):
-    """Kinds of collectives."""
-
     CHOICE = 0
     LENGTHS = 1
     """Of a micro-batch that a loader announced."""
@@ -39,7 +37,6 @@ class What(IntEnum):
     DEAL = 5
     """Which rank trains which document of a step."""
     PLAN = 6
-    """The fingerprint of a plan."""
     LOADER = 7
     """Whether the batches of a loader reach the model as they are, or how many they are."""
     LAYERS = 8
@@ -56,7 +53,6 @@ _WORDS = (
     "answers about a loader's batches",
     "attention layers of pipeline stages",
 )
-"""By What."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,6 @@ class Subject:
     """Which of the process's models, in the order in which CAD was turned on for them; below 0: of those that are only
     looked at, in the order in which all ranks first ran them."""
     epoch: int = 0
-    """How often the model's loader was started."""
     index: int = 0
     """Micro-batch (or step) of the epoch; where no loader announces, of the run."""
 
@@ -86,11 +81,8 @@ class Subject:
 
 
 class State(IntEnum):
-    """What a rank says of itself in a header."""
-
     GOING = 0
     ENDED = 1
-    """Its loader has no further micro-batch."""
     FAILED = 2
     """It cannot go on; the reason is on the error board."""
 
@@ -98,7 +90,6 @@ class State(IntEnum):
 _VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WIDTH = range(11)
 """Columns of a header; what reporters say follows behind them."""
 _LEARNS = (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
-"""Collectives with which reports travel."""
 
 APART = (
     "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
@@ -107,14 +98,11 @@ APART = (
 
 
 def digest(text: str) -> int:
-    """62-bit fingerprint of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """What one rank said in a collective."""
-
     state: State
     value: int
     payload: Ints
@@ -124,8 +112,6 @@ class Said:
 
 
 class Gatherer:
-    """The collectives of the session's CPU group."""
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -159,7 +145,6 @@ class Gatherer:
         """The collective that the look-ahead thread is in, with its number, counted from 1."""
 
     def numbers(self, value: int, subject: Subject) -> list[int]:
-        """One number of every rank of the CAD group."""
         said = self.gather(subject, value=value)
         return [said[rank].value for rank in self._members]
 
@@ -278,6 +263,5 @@ def _join(headers: np.ndarray) -> None:
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """Ranks whose value is not the most frequent one."""
     common = max(set(values), key=values.count)
     return [rank for rank, value in enumerate(values) if value != common]

@@ -48,7 +48,6 @@ class LookAheadLoader:
             model.follow()
 
     def _announced(self, source: Source, given: int) -> Iterator[Any]:
-        """The batches of a pass that trains them, of which so many were given out."""
         self._feed.begin_epoch(self._accumulation)
         begun = (given if self._trained is None else self._trained()) % self._accumulation
         step = self._submit(source, source.take(self._accumulation - begun))
@@ -89,9 +88,7 @@ class Source:
         self._loader, self._batches = loader, batches
         self._says_end = isinstance(getattr(loader, "end_of_dataloader", None), bool)
         self.ended = False
-        """Nothing more can be read."""
         self.error: Exception | None = None
-        """What the loader raised while it was read ahead."""
 
     def take(self, count: int) -> list[Any]:
         """Up to `count` batches."""
@@ -117,6 +114,5 @@ class Source:
             next(self._batches, None)
 
     def given_out(self, last: bool) -> None:
-        """The next batch goes to the training loop."""
         if self._says_end and self.ended:
             self._loader.end_of_dataloader = last

@@ -30,7 +30,6 @@ LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 POSITIONS = "position_ids"
 TARGETS = ("labels", "shift_labels")
 IGNORED = -100
-"""Label of a token that is no target."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Field:
 
     @property
     def bytes(self) -> int:
-        """Of one token."""
         return int(np.prod(self.front + self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def to_bytes(self, value: torch.Tensor) -> torch.Tensor:
@@ -54,7 +52,6 @@ class Field:
         return value.reshape(value.shape[0] * value.shape[1], -1).contiguous().view(torch.uint8)
 
     def from_bytes(self, column: torch.Tensor, rows: int) -> torch.Tensor:
-        """The inverse, with so many batch rows."""
         value = column.clone(memory_format=torch.contiguous_format).view(self.dtype)
         value = value.reshape(rows, column.shape[0] // rows, *self.front, *self.shape)
         return value.movedim(2, 0).contiguous() if self.front else value
@@ -66,9 +63,7 @@ class Fields:
 
     per_token: tuple[Field, ...]
     derived: tuple[str, ...]
-    """What is computed again from lengths."""
     padded: bool
-    """Whether samples travel, and not documents."""
 
     @property
     def cuts(self) -> bool:
@@ -84,7 +79,6 @@ class Fields:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each field of a token."""
         return [one.bytes for one in self.per_token]
 
     def to_bytes(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -148,7 +142,6 @@ def _read_field(name: str, value: Any, shape: tuple[int, ...]) -> Field | None:
 
 
 def _counts_up(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether positions are those of the columns."""
     up = torch.arange(shape[1])
     return isinstance(value, torch.Tensor) and value.shape[-1] == shape[1] and bool((value.cpu() == up).all())
 
@@ -195,8 +188,6 @@ def pad_token(padding: Ints, fields: Fields) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """A micro-batch of this rank as it will be trained."""
-
     batch: dict[str, Any]
     """On the CPU where documents moved; the micro-batch itself where none did."""
     devices: Mapping[str, torch.device]

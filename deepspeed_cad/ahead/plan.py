@@ -50,7 +50,6 @@ class Gathered:
 
     turn: int
     layout: Layout
-    """Of the trainers."""
     cut: Ints | None
     """[trainers] rows of the first nano-batch."""
     seconds: Floats | None
@@ -72,8 +71,6 @@ NOTHING_LEARNED = Learned()
 
 
 class Plans:
-    """Plans micro-batches of one session."""
-
     def __init__(
         self,
         config: CADConfig,
@@ -147,7 +144,6 @@ class Plans:
         return micro_batch
 
     def _ticks(self, gathered: Gathered, crew: Crew) -> tuple[Layout, tuple[Tick, ...], MicroBatchOrders | None]:
-        """With the servers of a crew, which are told: layout, ticks, and what tells them."""
         layout, at = crew.widen(gathered.layout), None
         if gathered.cut is not None:
             at = np.append(gathered.cut, np.zeros(crew.ranks - crew.trainers, np.int64))
@@ -224,7 +220,6 @@ class Plans:
         return Costs(work, each, ones if speeds is None else speeds[: self.crew.trainers])
 
     def given_waves(self) -> tuple[int, ...]:
-        """In how many waves they move where nobody looks for the best number."""
         return (1 if self.crew.transport is None or isinstance(self.config.waves, str) else self.config.waves,)
 
     def _waves(self, crew: Crew, known: Starts | None) -> tuple[int, ...]:
@@ -255,12 +250,10 @@ class Plans:
 
     @property
     def limit(self) -> Limit:
-        """Of what exchanges may need, as it is known now."""
         return NO_LIMIT if self.learned.memory is None else self.learned.memory.now
 
     @property
     def links(self) -> Speeds | None:
-        """Of links, as they are known now."""
         return None if self.learned.links is None else self.learned.links.now
 
     def _seconds(self, model: int, backward: bool = True) -> Floats | None:
@@ -293,7 +286,6 @@ class Plans:
             logger.info(text)
 
     def warn_of_links(self) -> None:
-        """On rank 0 what a user should know of links, once."""
         warning = "" if self.learned.links is None else self.learned.links.take_warning()
         if warning and self.gatherer.rank == 0:
             notice(warning)

@@ -37,7 +37,6 @@ ORDERED = (
 DEALT = "documents are dealt out to all ranks before each step, so compare losses of whole steps, summed over ranks"
 """What a user must know who compares losses with those of a run without CAD."""
 NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
-"""Why documents stay in a training loop that CAD does not know."""
 AT_RANDOM = re.compile(r"drop|jitter|noise")
 """Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
 
@@ -49,8 +48,6 @@ Arranged = tuple[list[Moved], list[Announcement], MicroBatch]
 
 
 class StepAhead:
-    """Arranges the steps of one model's loader, in the order in which they are trained."""
-
     def __init__(self, feed: Feed, accumulation: int = 1) -> None:
         """`accumulation`: micro-batches per optimizer step, the same on every rank."""
         self.feed, self.accumulation = feed, accumulation
@@ -177,7 +174,6 @@ class StepAhead:
     def _fields(
         self, batches: Sequence[Any], announcements: Sequence[Announcement]
     ) -> tuple[Fields | None, Ints | None]:
-        """The fields that travel, and what is in padding; None where documents stay."""
         each = [read_fields(batch, mine) for batch, mine in zip(batches, announcements)]
         found = next((one for one in each if isinstance(one, str)), each[0])
         if isinstance(found, Fields) and any(one != found for one in each):
@@ -232,7 +228,6 @@ def _find_router_loss(model: torch.nn.Module) -> str:
 
 
 def find_random(model: torch.nn.Module) -> str:
-    """What falls on tokens at random in a model, in words; empty where nothing does."""
     for name, module in model.named_modules():
         values = {key: value for key, value in vars(module).items() if AT_RANDOM.search(key)}
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):

@@ -35,11 +35,8 @@ choice: loaders and checkpoints of most jobs take less, and torch's own time-out
 KNOWN_S = 2.0
 """The same where this rank has heard that its next micro-batch is beyond the end of another rank's loader."""
 MOST = 8
-"""Ranks in a line of the log."""
 LOOKS = 10
-"""Looks in QUIET_S."""
 _COLLECTIVES = ("torch.distributed", "torch.nn.parallel", "torch.autograd", "deepspeed.comm", "deepspeed_cad")
-"""Modules whose functions wait for other ranks, or for the backward that does."""
 _STEPS = ("_call_impl", "_engine_run_backward")
 """Functions of torch inside which a module's forward runs, or a backward."""
 _LIBRARY = os.path.dirname(os.__file__)
@@ -48,20 +45,15 @@ INNERMOST = 3
 
 
 class Sight(NamedTuple):
-    """What a thread is in."""
-
     chain: tuple[CodeType, ...]
     """The functions on its stack, innermost first."""
     inside: bool
-    """A forward or a backward is among them."""
     collective: bool
     """The innermost one may wait for other ranks."""
     text: str
 
 
 class Whereabouts:
-    """Of one rank."""
-
     def __init__(
         self, liveness: Liveness, gatherer: Gatherer, worker: Worker, feeds: Sequence[Feed],
         started: Callable[[], int], trained: Callable[[], int], timeout_s: float,
@@ -82,7 +74,6 @@ class Whereabouts:
         self._thread = start_daemon("whereabouts", self._run, None)
 
     def close(self) -> None:
-        """Look no more."""
         self._stop.set()
         self._thread.join(1.0)
 

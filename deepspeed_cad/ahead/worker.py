@@ -19,16 +19,12 @@ from deepspeed_cad.threads import start_daemon
 Result = TypeVar("Result")
 
 PATIENCE_S = 10.0
-"""How long an ending process waits for its look-ahead thread."""
 TELL_S = 0.5
-"""Seconds between two times that a training thread tells that it waits."""
 GRACE_S = 30.0
 """Added to `timeout_s` where the training thread waits for a job: the job's own time-out says more and comes first."""
 
 
 class Worker:
-    """Runs jobs one after the other on a daemon thread."""
-
     def __init__(self, device: torch.device | None = None, timeout_s: float = 300.0) -> None:
         """`device`: that of the events which jobs ask about. `timeout_s`: seconds to wait for another rank."""
         self.timeout_s = timeout_s

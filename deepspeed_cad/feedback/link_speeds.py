@@ -19,7 +19,6 @@ GAIN = 0.25
 """Share of a measured difference of speed, in orders of magnitude, that is made up for at once. A choice: a link that
 is busy for a step does not change plans by much, and one that stays slow is known to 76 % after five corrections."""
 ENOUGH = 4
-"""Reports with transfers between two corrections."""
 FASTER, SLOWER = 2.0, 1e-4
 """Times the speed at the start. Corrections stay between: training measures beside everything else that uses links, so
 a link is hardly faster than it was when nothing else ran."""
@@ -69,7 +68,6 @@ class LinkSpeeds:
             self._correct(BETWEEN, self.start.between, reports[:, 3], reports[:, 4])
 
     def watch(self, transfers: Transfers) -> None:
-        """Learn from what another transport notes."""
         self._transfers = transfers
 
     def take_warning(self) -> str:
@@ -80,12 +78,10 @@ class LinkSpeeds:
 
     @property
     def now(self) -> Speeds:
-        """What the next micro-batch is planned with."""
         return Speeds(self.links.inside, self.links.between)
 
     @property
     def links(self) -> Links:
-        """Figures as they are now."""
         if self._paused:
             return self._rule
         changed = self._speeds != [self.start.inside, self.start.between]

@@ -24,14 +24,11 @@ SHARE = 1 / 32
 """Of a GPU's memory, with "auto". A choice: 4.4 GiB of an H200, which one wave of 64K tokens of an 8B Llama does not
 need."""
 ALL = 1.0
-"""Where only what training leaves free counts."""
 MARGIN = 0.03
 """Of a GPU's memory that stays free beyond the peak of the steps so far: steps differ, and memory is fragmented."""
 
 
 class Limit(NamedTuple):
-    """What all ranks agreed on."""
-
     size: float
     """Bytes on each rank; infinite where there is no limit."""
     source: str
@@ -68,10 +65,8 @@ class MemoryLimit:
         self.given = None if given is None else given * 2**30
         self.device, self.share, self._has_trained, self._pauses = device, share, has_trained, pauses
         self.most_needed = 0.0
-        """Bytes that the largest tick so far needed."""
         self._lacked = float("inf")
         self.now = NO_LIMIT if self.given is None else Limit(self.given, 'the key "memory"')
-        """For the next micro-batch."""
 
     def report(self, model: int) -> Ints:
         """See Reporter."""

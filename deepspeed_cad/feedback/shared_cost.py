@@ -23,12 +23,15 @@ def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup
         config: the session's.
         device: where this rank computes.
         group: the trainers; None where there is one.
-        exchanges: other ranks run attention too, so that costs are weighed against transfers.
+        exchanges: other ranks run attention too, so that costs are weighed against transfers, as ratios cannot be.
     """
     found: list[Profile | CADError | None] = [None]
     if group is None or dist.get_rank(group) == 0:
         try:
-            found = [_find_cost(config, device, exchanges)]
+            cost = choose_profile(config.cost, device, config.kernel)
+            if cost is GENERIC_GPU and exchanges and not torch.are_deterministic_algorithms_enabled():
+                cost = in_seconds(GENERIC_GPU, device, config.kernel)
+            found = [cost]
         except CADError as error:
             found = [error]
     if group is not None:
@@ -36,11 +39,3 @@ def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup
     if not isinstance(found[0], Profile):
         raise found[0] or CADError("rank 0 sent no cost profile")
     return found[0]
-
-
-def _find_cost(config: CADConfig, device: torch.device, exchanges: bool) -> Profile:
-    found = choose_profile(config.cost, device, config.kernel)
-    if found is GENERIC_GPU and exchanges and not torch.are_deterministic_algorithms_enabled():
-        # Ratios cannot be weighed against transfers.
-        return in_seconds(GENERIC_GPU, device, config.kernel)
-    return found

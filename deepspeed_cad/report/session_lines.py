@@ -11,7 +11,6 @@ from deepspeed_cad.notice import counted
 from deepspeed_cad.report.statistics import Statistics
 
 REASON = 200
-"""Characters of an error in the last line; the error itself stands above it."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,6 @@ class SessionFacts:
     pieces: bool
     """Outside attention such ranks have pieces of its tokens (Ulysses)."""
     servers: int
-    """Reserved ones that there are now."""
     servers_at_start: int
     trainers_serve: bool
     transport: str
@@ -42,11 +40,9 @@ class SessionFacts:
     arranged: str
     """How micro-batches of a step are arranged, in words, and what would arrange more; empty where they are not."""
     statistics: Statistics
-    """Since the session opened."""
 
 
 def describe(facts: SessionFacts) -> str:
-    """How a session is set up."""
     servers = f" beside {counted(facts.servers_at_start, 'reserved server')}" if facts.servers_at_start else ""
     held, limit = facts.landing_bytes / 2**30, facts.landing_limit / 2**30
     most = "" if math.isinf(limit) else f" of at most {limit:.3g}"
@@ -86,7 +82,6 @@ def last_line(facts: SessionFacts, reason: str) -> str:
 
 
 def _balance(facts: SessionFacts) -> str:
-    """How even attention is without CAD and with it."""
     now, ranks = facts.statistics, facts.trainers + facts.servers
     if facts.trainers_serve or not facts.servers:
         return f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f}"

@@ -25,11 +25,9 @@ class Statistics:
     served_s: float = 0.0
     """Seconds in which servers attended, summed over them, as they told trainer 0; 0 on other ranks."""
     servers_s: float = 0.0
-    """Seconds for which they are up, summed likewise."""
     landing_bytes: int = 0
     """Not a sum: what landing areas hold; with transports that keep none, the most that arrives at once in a tick."""
     bytes_sent: int = 0
-    """Bytes that this rank sent, forward and backward."""
     waves: int = 0
     """Of the ticks that were planned, summed; as many as ticks where each is one wave."""
     slowest_before: float = 0.0
@@ -37,13 +35,10 @@ class Statistics:
     slowest: float = 0.0
     """Attention of the slowest rank as planned, summed over ticks."""
     mean: float = 0.0
-    """Mean attention over ranks."""
     most_tokens_before: float = 0.0
     """Tokens of the fullest rank, padding included, as loaders gave them, summed over micro-batches."""
     mean_tokens_before: float = 0.0
-    """Mean over ranks likewise."""
     most_tokens: float = 0.0
-    """As they are trained."""
     mean_tokens: float = 0.0
     looks: int = 0
     """Forwards without backward that all ranks ran together; none of them is in the sums above."""
@@ -54,7 +49,6 @@ class Statistics:
     load_before: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))
-    """Attention of each rank as planned."""
     _pending: list[dict[tuple[PlanKey, int], PlannedTick]] = field(default_factory=list)
     """Plans not counted yet, some of which are made while the forward runs. Not micro-batches: those hold tensors."""
 
@@ -86,14 +80,12 @@ class Statistics:
         self._pending.clear()
 
     def copy(self) -> Statistics:
-        """The sums as they are now."""
         now = replace(self, _pending=list(self._pending))
         # Only in the copy: plans of a forward that runs are not complete, whoever reads must not end their counting.
         now.collect()
         return now
 
     def since(self, earlier: Statistics) -> Statistics:
-        """The sums since then."""
         now = self.copy()
         for name in {one.name for one in fields(self)} - {"landing_bytes", "_pending", "load", "load_before"}:
             setattr(now, name, getattr(self, name) - getattr(earlier, name))
@@ -127,7 +119,6 @@ class Statistics:
 
     @property
     def planning_ms(self) -> float:
-        """Of a micro-batch."""
         return self.planning_s * 1e3 / max(self.micro_batches, 1)
 
     def as_events(self) -> dict[str, float]:
@@ -150,7 +141,6 @@ class Statistics:
         } | (looks if self.looks else {})
 
     def in_words(self, balance: str) -> str:
-        """What happened, as one line; `balance`: how even attention was, in words."""
         return (
             f"{counted(self.micro_batches, 'micro-batch')}, {balance}, "
             f"{self.bytes_sent / 2**20 / max(self.micro_batches, 1):.1f} MiB sent for each, "

@@ -77,7 +77,7 @@ def test_groups_that_do_not_divide_the_job(said: list[Any], words: str) -> None:
     ("grid", "words"),
     [
         (mesh((2, 2)), "the mesh has no names.*mesh_dim_names"),
-        (mesh((2, 2), "dp", "cp"), 'axis "cp" of 2 ranks, context parallelism'),
+        (mesh((2, 2), "dp", "cp"), 'axis "cp" of several ranks, context parallelism'),
         (mesh((2, 2), "dp", "other"), 'axis "other" of which CAD does not know'),
         (mesh((1, 2), "dp", "tp"), "the mesh has 2 ranks and the job 4"),
         (mesh((2, 2), "sp", "tp"), "heads are divided twice, by tensor parallelism and by Ulysses"),
