@@ -30,25 +30,21 @@ class CADConfig:
     enabled: bool = True
     """`false` keeps the block in the JSON (its keys are still checked) and trains without CAD."""
     servers: str | dict[str, Any] = "all"
-    """Which ranks run attention. "all": every rank, beside its training work. An object reserves ranks that hold no
-    model and only serve: {"reserved": 2} the last 2 of the launch, {"ranks": [6, 7]} these, {"reserved_per_node": 1}
-    the last one of each host, {"joined": 2} as many from `deepspeed-cad serve`."""
+    """Which ranks run attention. "all": every rank, beside its training work. {"reserved": 2}, {"ranks": [6, 7]},
+    {"reserved_per_node": 1} or, from `deepspeed-cad serve`, {"joined": 2}: ranks that hold no model and only serve."""
     trainers_serve: bool = True
     """With reserved servers: whether trainers serve too; `false` leaves all attention to the servers."""
     on_server_failure: str = "stop"
-    """When a reserved server is lost. "stop": training ends with an error that names it. "continue": trainers drop it,
-    repeat what was under way and go on with the servers that are left, or alone."""
+    """When a reserved server is lost. "stop": training ends with an error. "continue": trainers go on without it."""
     tolerance: float = 0.05
     """How far any rank's predicted attention time may lie from the mean, above and below, as a share of the mean."""
     granularity: int = 128
     """Query rows: tasks are cut at multiples of this. Below 128 the backward of most kernels loses speed."""
     overlap: str = "auto"
-    """What hides the exchange. "local_first": a rank's own tasks run while data travels; "interleave": besides, two
-    nano-batches alternate over the whole decoder; "none". "auto": "interleave" beside reserved servers, else
-    "local_first": inside a node nano-batches cost more than they hide."""
+    """What hides the exchange. "local_first": own tasks run while data travels; "interleave": besides, two nano-batches
+    alternate over the decoder; "none". "auto": see `overlap_used`."""
     transport: str = "auto"
-    """What carries an exchange: "nvlink" (peer copies inside a node), "mixed" (peer copies inside each of several
-    nodes, messages between them), "nccl", "c10d" (torch.distributed). "auto": the first that works."""
+    """What carries an exchange: "nvlink", "mixed" (that inside nodes, messages between them), "nccl", "c10d"."""
     kernel: str = "auto"
     """The varlen attention kernel, as `deepspeed-cad doctor` lists it; "auto": the first that supports the model."""
     recompute_attention: bool = False
@@ -56,27 +52,22 @@ class CADConfig:
     keep: str = "device"
     """Where what attention keeps for backward waits. "host": in pinned host memory."""
     cost: str = "auto"
-    """Where the planner's seconds come from. "auto": a profile that fits this machine, else counted pairs; "pairs":
-    query-key pairs; or the path of a profile written by `deepspeed-cad profile` (ends in .json)."""
+    """Costs: "auto" (a profile that fits this machine, else counted pairs), "pairs", or a profile's path (.json)."""
     links: str | Mapping[str, float] = "measure"
     """How fast ranks exchange data. "measure": timed at start and corrected while training; or GB/s that one rank
     receives from its host and from other hosts while all ranks do: `{"inside": 350, "between": 25}`."""
     speeds: str | None = None
     """How fast ranks run attention. "measure": timed at the start, all at once. null: all are taken for equal."""
     waves: str | int = "auto"
-    """In how many parts what a layer moves goes out, is served and comes back. "auto": the number with which the plan
-    says that a step ends first. A number is the least: memory may ask for more (see "memory")."""
+    """In how many parts at least what a layer moves goes out, is served and comes back. "auto": as the plan finds."""
     memory: str | float = "auto"
     """GiB on each GPU for what arrives of other ranks' attention; where a tick would bring more, it goes in more waves.
-    "auto": a thirty-second of the GPU's memory, and no more than training leaves free after the first step, on the
-    rank that has least; beside reserved servers only what training leaves free; on CPUs no limit."""
+    "auto": a thirty-second of the GPU's memory, and no more than training leaves free."""
     documents: str = "auto"
-    """What may happen to documents before a step. "deal": they are dealt out to ranks, and cut where one is longer than
-    a rank's share. "keep": they stay on their rank, but ranks but 0 train micro-batches in another order. "in_order":
-    that stays, too. "auto": "deal" where that changes no loss (docs/steps.md), elsewhere "keep"."""
+    """Before a step documents are dealt out to ranks ("deal"), stay there ("keep"), or in their order too ("in_order").
+    "auto": "deal" where that changes no loss (docs/steps.md), elsewhere "keep"."""
     forward_only: str = "local"
-    """How forwards without backward attend. "local": each rank its own documents, but together where every rank is
-    known to run as many; "balanced": all ranks run all of them together (docs/forward-only.md)."""
+    """Forwards without backward: each rank attends its own documents ("local"), or all together ("balanced")."""
     look_ahead: int = 1
     """How many steps ahead plans are made, in a background thread. 0: at the forward pass."""
     timeout_s: float = 300.0

@@ -120,15 +120,11 @@ class CAD:
             cu_seqlens: [documents + 1] cumulative lengths of this rank's documents.
             position_ids: [T], or [B, S] with T = B · S: a document begins where they are 0. A first position above 0
                 goes on with the last document of the rank before. Beside `cu_seqlens` it says only that.
-            heads: query heads H of this rank; if given, `attend` compares. So `kv_heads`, `head_dim` and `value_dim`
-                (None: `head_dim`).
-            kv_heads: K.
-            head_dim: D.
-            value_dim: V.
+            heads: query heads H of this rank; if given, `attend` compares. So `kv_heads` (K), `head_dim` (D) and
+                `value_dim` (V; None: D).
             dtype: in which attention runs. With it and the sizes above the first micro-batch is planned ahead too;
                 later ones are planned for the layers that attended before.
-            layers: how many layers have each of these windows.
-            windows: of the layers, in tokens; None: no window.
+            layers: how many layers have each of these `windows`, in tokens; None: no window.
 
         Raises CADDataError where neither says where documents begin, or both contradict each other.
         """
@@ -186,9 +182,7 @@ class Step:
         """O [T, H, V] of one layer, causal inside each document; all ranks attend their layers in the same order.
 
         Args:
-            q_THD: queries of this rank's tokens.
-            k_TKD: their keys.
-            v_TKV: their values.
+            q_THD, k_TKD, v_TKV: queries, keys and values of this rank's tokens.
             layer: which layer of the model this is, such as its number: by it activation checkpointing finds its call
                 again, and a second forward with the same plan is refused.
             softmax_scale: of scores; None: 1 / √D.

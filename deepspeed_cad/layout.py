@@ -104,19 +104,16 @@ class LocalSegments:
 class Tick:
     """One core-attention call of all ranks together: the unit that a plan is made for.
 
-    `query` are the rows whose output is computed, with offsets in each rank's query buffer; `key` are the rows that
-    they may read, with offsets in each rank's key buffer. Row 0 of the key buffer is row `key_base` of the rank's
-    token buffer, row 0 of the query buffer is row `query_base`. Documents may lie on several ranks and a rank may
-    have no rows.
+    `query` are the rows whose output is computed, `key` those that they may read, with offsets in each rank's query and
+    key buffer. Row 0 of these is row `query_base` and `key_base` of the rank's token buffer.
     """
 
     ranks: int
     query: Segments
     key: Segments
     query_tokens: Ints
-    """Rows of each rank's query buffer, padding included."""
+    """[ranks] rows of its query buffer, padding included."""
     key_tokens: Ints
-    """Rows of each rank's key buffer, padding included."""
     query_base: Ints
     key_base: Ints
 
@@ -243,10 +240,9 @@ def _cut_at(segments: Segments, size: int) -> tuple[Segments, Ints]:
 def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Ints:
     """[n, 4]: document, rank, begin, end of every piece, in the order of ranks and of their rows.
 
-    Rank r gets `tokens_per_rank` tokens of the stream from r × `tokens_per_rank` on. With `zigzag` a document that lies
-    on several ranks is dealt out among them: each has as many of its rows as before, half of them from the front of the
-    document and half, mirrored, from its end. A row has more to do the later it comes, so all ranks then have equally
-    much to do for each of their rows, and each sends about as many keys as the others.
+    With `zigzag` a document that lies on several ranks is dealt out among them: each has as many of its rows as before,
+    half of them from the front of the document and half, mirrored, from its end. A row has more to do the later it
+    comes, so all ranks then have equally much to do for each of their rows, and send about as many keys as the others.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - lengths
@@ -277,12 +273,11 @@ def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = F
 def assemble(local: list[LocalSegments]) -> Layout:
     """Join what the ranks say into one layout.
 
-    A segment that begins at position p > 0 goes on with the document before it: that of the segment before it on its
-    rank or, where it is its rank's first, the last document of the nearest rank before that has any. Where that has one
-    token and the document before it ended at p, this one goes on: the token is the first of the other rank once more,
-    there for its label (ahead/move_documents.py). Pieces of a
-    document may lie in any order on its ranks if it begins where its first row is, and together they must hold each of
-    its rows once. Raises CADDataError, naming ranks and positions, where they do not.
+    A segment that begins at position p > 0 goes on with the document before it, on its rank or the nearest before that
+    has any. Where that has one token and the document before it ended at p, this one goes on: the token is the first of
+    the other rank once more, there for its label (ahead/move_documents.py). Pieces of a document may lie in any order
+    on its ranks if it begins where its first row is, and together they must hold each of its rows once. Raises
+    CADDataError, naming ranks and positions, where they do not.
     """
     columns = np.concatenate([np.zeros((0, 3), np.int64), *(own.to_array() for own in local)])
     begin, end, offset = columns.T

@@ -124,6 +124,7 @@ class Feed:
         self.worker.submit(job)
 
     def next_step(self) -> tuple[int, int, int]:
+        """Epoch, number of the next step and of its first micro-batch."""
         step, self._step = self._step, self._step + 1
         return self._epoch, step, self._index
 
@@ -133,9 +134,8 @@ class Feed:
         self._refuse_ended(epoch)
         said = self._gather(Subject(What.STEP, self.number, epoch, step), payload if len(payload) else None)
         self._note_end(said, epoch, index)
-        if not len(payload):
-            return []
-        self._refuse_ended(epoch)
+        if len(payload):
+            self._refuse_ended(epoch)
         return [one.payload for one in said]
 
     def gather_first(self, at: tuple[int, int, int], mine: Announcement) -> list[Announcement]:
@@ -175,29 +175,27 @@ class Feed:
     def take(self, mine: Announcement | None) -> MicroBatch:
         """The planned micro-batch of this training forward. `mine` is None where it is the announced one, unread."""
         self._refuse_abandoned()
-        if self._ahead:
-            if mine is not None and self.draws_more:
-                drawn = (one.local.same_as(mine.local) for one, _ in islice(self._ahead, self._given_out))
-                passed_over = next((place for place, same in enumerate(drawn) if same), 0)
-                self._drop_next(passed_over)
-                if not passed_over:  # it reads its loader ahead of training
-                    self._at_once = self._given_out
-            announced, future = self._ahead.popleft()
-            self._unannounced, self._given_out = 0, max(self._given_out - 1, 0)
-            if mine is not None and not announced.local.same_as(mine.local):
-                self.fail(
-                    CADDataError(
-                        f"rank {self.rank}: the micro-batch that reached the model "
-                        f"({mine.local.tokens} tokens in {len(mine.local.begin)} documents) is not the one that the "
-                        f"loader announced ({announced.local.tokens} in {len(announced.local.begin)}). "
-                        'Set "look_ahead": 0 if batches are changed between loader and model, or fewer than '
-                        "a step's are skipped"
-                    )
+        if not self._ahead:
+            if mine is None:
+                raise CADError("no micro-batch was announced")
+            return self._wait(self._gather_now(mine))
+        if mine is not None and self.draws_more:
+            drawn = (one.local.same_as(mine.local) for one, _ in islice(self._ahead, self._given_out))
+            passed_over = next((place for place, same in enumerate(drawn) if same), 0)
+            self._drop_next(passed_over)
+            if not passed_over:  # it reads its loader ahead of training
+                self._at_once = self._given_out
+        announced, future = self._ahead.popleft()
+        self._unannounced, self._given_out = 0, max(self._given_out - 1, 0)
+        if mine is not None and not announced.local.same_as(mine.local):
+            sizes = [f"{one.local.tokens} tokens in {len(one.local.begin)} documents" for one in (mine, announced)]
+            self.fail(
+                CADDataError(
+                    f"rank {self.rank}: the micro-batch that reached the model ({sizes[0]}) is not the one that the "
+                    f'loader announced ({sizes[1]}). Set "look_ahead": 0 if batches are changed between loader and '
+                    "model, or fewer than a step's are skipped"
                 )
-        elif mine is None:
-            raise CADError("no micro-batch was announced")
-        else:
-            future = self._gather_now(mine)
+            )
         return self._wait(future)
 
     def look(self, mine: Announcement) -> MicroBatch:

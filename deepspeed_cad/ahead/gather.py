@@ -123,15 +123,11 @@ class Gatherer:
         begun: int = 0,
         shares: Shares | None = None,
     ) -> None:
-        """The collectives of `ranks` ranks, of which this is `rank`.
+        """`ranks` ranks, of which this is `rank`.
 
-        Args:
-            group: the ranks, over gloo; None where there is one.
-            liveness: the board on which ranks say why they end.
-            settings: what ranks compare before they train: configuration and costs.
-            reporters: measurements that travel with document lengths.
-            begun: collectives of this group before it was made.
-            shares: how they divide heads; None: each has all of them.
+        `group`: over gloo; None where there is one rank. `liveness`: the board on which ranks say why they end.
+        `settings`: what ranks compare before they train. `reporters`: what travels with document lengths. `begun`:
+        collectives of this group before it was made. `shares`: None: each rank has all heads.
         """
         self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness or Liveness.alone(rank)
         self.shares = Shares.none(rank, ranks) if shares is None else shares

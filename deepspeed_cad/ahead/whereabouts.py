@@ -87,10 +87,8 @@ class Whereabouts:
         before = "; ".join(f"rank {one} had left: {text}" for one, text in left.items() if text not in reason)
         if reason and before:
             logger.error("rank %d ends with %s. Before that %s", rank, textwrap.shorten(reason, 200), before)
-        how = (
-            f"its process ended with {reason} {end}" if reason else f"its process ended without an error {end}. {APART}"
-        )
-        self.liveness.leave(how, failed=bool(reason))
+        how = f"with {reason} {end}" if reason else f"without an error {end}. {APART}"
+        self.liveness.leave(f"its process ended {how}", failed=bool(reason))
 
     def _tell_blocked(self) -> None:
         if (inside := self.gatherer.inside) is not None:
@@ -117,8 +115,9 @@ class Whereabouts:
             self._chain, self._since = sight.chain, now
         stands_s, waits = now - self._since, sight.inside and sight.collective
         begin = f"rank {self.liveness.rank}, which has begun {counted(begun[0], 'micro-batch')}, has waited"
+        begin = f"{begin} {stands_s:.0f} s {sight.text}"
         if waits and stands_s > KNOWN_S and (known := next(filter(None, (feed.over for feed in self.feeds)), "")):
-            self._say(known, f"{begin} {stands_s:.0f} s {sight.text}, and will in vain: {known}")
+            self._say(known, f"{begin}, and will in vain: {known}")
         if now - self._moved_at < self.quiet_s:
             return
         place = Place(begun[0], sight.inside, waits and stands_s >= self.quiet_s, sight.text)
@@ -129,8 +128,7 @@ class Whereabouts:
             words = list(elsewhere.values())
             more = f"; and {len(words) - MOST} more" if len(words) > MOST else ""
             remedy = "" if APART in words[-1] else f". {APART}"
-            line = f"{begin} {stands_s:.0f} s {sight.text}. Meanwhile {'; '.join(words[:MOST])}{more}{remedy}"
-            self._say(" ".join(elsewhere), line)
+            self._say(" ".join(elsewhere), f"{begin}. Meanwhile {'; '.join(words[:MOST])}{more}{remedy}")
 
     def _elsewhere(self, mine: Place) -> dict[str, str]:
         """The ranks that are not where this one waits: what is the same each time they are there, and in words. None
@@ -164,24 +162,24 @@ def see(thread: int) -> Sight:
         frames.append(frame)
         frame = frame.f_back
     # Of the standard library are only ways to wait, and runpy.
-    called = [one for one in frames if not _is_standard(one.f_code.co_filename)]
+    called = [(one, str(one.f_globals.get("__name__"))) for one in frames if not _is_standard(one.f_code.co_filename)]
     if not called:
         return Sight((), False, False, "at its end")
-    inner, modules = called[0], [str(one.f_globals.get("__name__")) for one in called]
-    script = [one for one, module in zip(called, modules) if not _is_installed(one, module)]
-    caller = (script or called)[0]
+    inner = called[0][0]
+    script = (
+        one
+        for one, module in called
+        if "-packages" not in one.f_code.co_filename and not module.startswith("deepspeed_cad")
+    )
+    caller = next(script, inner)
     line = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
     return Sight(
         tuple(one.f_code for one in frames),
-        any(one.f_code.co_name in _STEPS for one in called),
-        any(module.startswith(_COLLECTIVES) for module in modules[:INNERMOST]),
+        any(one.f_code.co_name in _STEPS for one, _ in called),
+        any(module.startswith(_COLLECTIVES) for _, module in called[:INNERMOST]),
         f"at {line}" if inner is caller else f"in {inner.f_code.co_name}, called at {line}",
     )
 
 
 def _is_standard(file: str) -> bool:
     return file.startswith("<") or (file.startswith(_LIBRARY) and "-packages" not in file)
-
-
-def _is_installed(frame: FrameType, module: str) -> bool:
-    return "-packages" in frame.f_code.co_filename or module.startswith("deepspeed_cad")

@@ -1,7 +1,6 @@
 """The limit of memory: how much of each GPU the exchanges of attention may take, learned and agreed.
 
-In: the key "memory", and what this rank sees of its GPU. Out: one limit, the same on every rank: that of the rank with
-least. What ranks see travels with the lengths of a micro-batch, so all of them learn it at the same point.
+In: the key "memory", and what this rank sees of its GPU. Out: one limit, that of the rank with least.
 
 "auto" is a share of the GPU's memory from the start, because waves cost little where they are long: then longer
 documents need hardly more. A tick that does not fit into that share, however it is cut, gets the least that there is a
@@ -53,14 +52,9 @@ class MemoryLimit:
         pauses: Callable[[], bool] = lambda: False,
         share: float = SHARE,
     ) -> None:
-        """Before anything is learned.
-
-        Args:
-            given: GiB of the configuration; None for "auto".
-            device: whose memory it is; only GPUs have a limit by themselves.
-            has_trained: whether a backward ran, so that the peak of training is known.
-            pauses: while it holds on any rank, nothing depends on measured memory.
-            share: of a GPU's memory, at most, with "auto".
+        """`given`: GiB of the configuration; None for "auto", which only GPUs have. `has_trained`: whether a backward
+        ran, so that the peak of training is known. `pauses`: while it holds on any rank, nothing depends on measured
+        memory. `share`: of a GPU's memory, at most, with "auto".
         """
         self.given = None if given is None else given * 2**30
         self.device, self.share, self._has_trained, self._pauses = device, share, has_trained, pauses

@@ -28,12 +28,8 @@ class NonAttention:
     """Whether it pauses; picoseconds per token and layer forward, backward; 0 for nothing measured."""
 
     def __init__(self, trainers: int, take: Callable[[int], Measured], pauses: Callable[[], bool]) -> None:
-        """Nothing is known yet.
-
-        Args:
-            trainers: how many there are.
-            take: gives what this rank measured of a model since the last call.
-            pauses: while it holds on any trainer, plans must depend on no measured time.
+        """`take` gives what this rank measured of a model since the last call. `pauses`: while it holds on any trainer,
+        plans must depend on no measured time.
         """
         self._trainers, self._take, self._pauses = trainers, take, pauses
         self._each: dict[int, Floats] = {}
