@@ -31,6 +31,8 @@ class EpochOverError(CADPeerError):
 
 
 class Feed:
+    """The micro-batches of one model, in the order in which it trains them."""
+
     def __init__(self, plans: Plans, fingerprint: str, number: int | None = 0) -> None:
         """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one.
 
@@ -45,11 +47,13 @@ class Feed:
         self.keys: dict[PlanKey, int] = {}
         """Kinds of layers seen so far, what the look-ahead plans for; and how many layers there are of each."""
         self.deals = False
+        """Whether documents are dealt out to ranks before steps."""
         self.cuts = False
         """Whether these may be cut, and then lie on several ranks."""
         self.orders = True
+        """Whether micro-batches of a step may be trained in another order."""
         self.stays = ""
-        """Why not, where it is asked for, and what would turn it on."""
+        """Why documents are not dealt out, where it is asked for, and what would turn it on."""
         self.read_ahead = False
         """Whether a loader is read a step ahead of training: else no step can be arranged."""
         self.arranged = ""
