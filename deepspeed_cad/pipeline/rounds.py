@@ -25,7 +25,7 @@ class Rounds:
 
     @property
     def count(self) -> int:
-        """Rounds until the last micro-batch is back at the first stage."""
+        """How many there are."""
         return self.micro_batches + 2 * (self.stages - 1)
 
     def forward(self, round_: int, stage: int) -> int | None:
@@ -61,12 +61,9 @@ class Rounds:
 def order_micro_batches(work: Sequence[Sequence[float]]) -> list[list[int]]:
     """Which micro-batch of a step comes when: gives for each replica its micro-batches in order.
 
-    `work[r][m]`: attention of replica r's micro-batch m. A tick holds one micro-batch per stage, consecutive ones of
-    each replica; the more alike these are, the fewer bytes move to even them out. In the first and the last rounds some
-    stages have none, and all that they serve is moved to them, so the lightest come first and last.
+    `work[r][m]`: attention of replica r's micro-batch m. A tick holds consecutive micro-batches of each replica; the
+    more alike these are, the fewer bytes move. In the first and the last rounds some stages have none, and all that
+    they serve is moved to them, so the lightest come first and last.
     """
-    orders = []
-    for own in work:
-        rising = sorted(range(len(own)), key=lambda m: (own[m], m))
-        orders.append(rising[0::2] + rising[1::2][::-1])
-    return orders
+    rising = [sorted(range(len(own)), key=own.__getitem__) for own in work]
+    return [own[0::2] + own[1::2][::-1] for own in rising]

@@ -65,8 +65,8 @@ class PipelineBinding:
         self.places = [Place(one.pipe, one.data) for one in coordinates]
         self.place = self.places[session.shares.replica]
         self.running: StageMicroBatch | Alone | None = None
-        self.program: tuple[ProgramTick, ...] | None = None
-        """None until the layers have been seen."""
+        self.program: tuple[ProgramTick, ...] = ()
+        """Empty until the layers have been seen."""
         self._own: list[int] = []
         """Ticks of the program that run a layer of this rank's stage."""
         self._reader = Reader()
@@ -116,12 +116,12 @@ class PipelineBinding:
         """
         self._refuse_abandoned()
         count, rounds = self.engine.micro_batches, self.rounds
-        if self.program is None:
-            self.program = self._look_at_layers(look, count)
+        if not self.program:
+            self._look_at_layers(look, count)
         mine = self._peek(count)
         ahead, self._next = self._next, None
         if ahead is None or not self._is_next(*ahead, mine, rounds):
-            ahead = self._plan_step(self.program, mine, rounds)
+            ahead = self._plan_step(mine, rounds)
         loaded, plans = ahead
         if not plans.known:
             raise StopIteration("a loader of the pipeline ended within this step")
@@ -158,12 +158,12 @@ class PipelineBinding:
     # What the engine's instructions call
 
     def next_batch(self) -> Any:
-        """The next micro-batch of the step that was read ahead."""
+        """Of the step that was read ahead."""
         return self._loaded.popleft().pair
 
     def run_ticks(self, round_: int, micro_batch: int | None, backward: bool, work: Callable[[], None]) -> None:
         """A phase of a round: `work` where this stage has a micro-batch in it, serving where it has none."""
-        if self._plans is None or self.program is None:
+        if self._plans is None:
             raise CADError("a step of the pipeline runs that train_batch did not begin")
         planned = self._plans.take(round_, backward)
         self.session.count(planned.counted)
@@ -171,7 +171,7 @@ class PipelineBinding:
             runs = "serving" if micro_batch is None else f"micro-batch {micro_batch}"
             self.session.tracer.name_tick(f"round {round_}, {runs}", backward)
         own = [] if micro_batch is None else self._own
-        phase = Phase(self.program, own, partial(self._setup, self.program, planned), backward)
+        phase = Phase(self.program, own, partial(self._setup, planned), backward)
         if micro_batch is not None:
             if not backward:
                 self._in_flight[micro_batch] = StageMicroBatch()
@@ -186,7 +186,7 @@ class PipelineBinding:
         if round_ == 0 and self.session.config.look_ahead:
             # Once the GPU has work: reading data takes time.
             rounds = self._plans.rounds
-            self._next = self._plan_step(self.program, self._peek(rounds.micro_batches), rounds)
+            self._next = self._plan_step(self._peek(rounds.micro_batches), rounds)
 
     def run_alone(self, work: Callable[[], None]) -> None:
         """The forward of the next micro-batch of an evaluation."""
@@ -214,14 +214,14 @@ class PipelineBinding:
     def _open_check(self, planned: PlannedPhase, own: list[int]) -> ForwardCheck | None:
         """The check of the model's own masks in a forward that begins; None where none is wanted or due."""
         number = next(self._forwards)
-        if self.session.config.check != "sampled" or not own or self.program is None or not is_due(number):
+        if self.session.config.check != "sampled" or not own or not is_due(number):
             return None
         return ForwardCheck(planned.parts[self.program[own[0]].stages].local(), number)
 
-    def _setup(self, program: tuple[ProgramTick, ...], planned: PlannedPhase, tick: int, label: str) -> CallSetup:
+    def _setup(self, planned: PlannedPhase, tick: int, label: str) -> CallSetup:
         """This rank's call in one tick of a phase."""
-        session, kind = self.session, program[tick].kind
-        part = planned.parts[program[tick].stages]
+        session, kind = self.session, self.program[tick].kind
+        part = planned.parts[self.program[tick].stages]
         schedule = part.schedule(key_of(kind), 0)
         return CallSetup(
             schedule, session.kernel(kernel_need(kind, session.device)), part.transport, kind.rule,
@@ -276,22 +276,19 @@ class PipelineBinding:
             raise StopIteration(f"a loader of the pipeline ended within {what}")
         return documents[self.place.replica]
 
-    def _plan_step(
-        self, program: tuple[ProgramTick, ...], mine: list[Loaded] | None, rounds: Rounds
-    ) -> tuple[list[Loaded], StepPlans]:
+    def _plan_step(self, mine: list[Loaded] | None, rounds: Rounds) -> tuple[list[Loaded], StepPlans]:
         step = next(self._steps)
         gather = self._gathering(mine, rounds.micro_batches, step)
-        return mine or [], StepPlans(self.session.plans, self.places, program, gather, rounds, step)
+        return mine or [], StepPlans(self.session.plans, self.places, self.program, gather, rounds, step)
 
-    def _look_at_layers(self, look: Callable[[], None], count: int) -> tuple[ProgramTick, ...]:
+    def _look_at_layers(self, look: Callable[[], None], count: int) -> None:
         mine = self._peek(count)
         first, *_ = self._gather(mine, count, "the first step")
         self._loaded, self._alone, self._seen = deque(mine or []), deque([first]), []
         look()
         seen, gatherer = self._seen, self.session.gatherer
         layers = self.session.worker.run(lambda: gather_layers(gatherer, self.places, seen))
-        program = merge_stages(layers)
-        self._own = [number for number, tick in enumerate(program) if self.place.stage in tick.stages]
+        self.program = merge_stages(layers)
+        self._own = [number for number, tick in enumerate(self.program) if self.place.stage in tick.stages]
         counts = [len(one) for one in layers]
-        logger.info("a pipeline whose stages have %s attention layers: %d ticks a round", counts, len(program))
-        return program
+        logger.info("a pipeline whose stages have %s attention layers: %d ticks a round", counts, len(self.program))

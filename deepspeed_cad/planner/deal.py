@@ -28,8 +28,8 @@ HALVINGS = 40
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What an optimizer step trains, of all ranks, as their loaders gave it. Columns have an entry per document, or per
-    sample where batches are padded, ordered by (rank, micro-batch, place)."""
+    """What an optimizer step trains, of all ranks, as loaded. Columns have an entry per document, or per sample where
+    batches are padded, ordered by (rank, micro-batch, place)."""
 
     rank: Ints
     micro_batch: Ints
@@ -42,15 +42,13 @@ class Step:
 
     def tokens_of(self, pieces: Pieces) -> Ints:
         """[ranks, micro-batches] of rows in which documents lie so."""
-        at = (pieces.rank, pieces.micro_batch)
-        tokens = np.zeros_like(self.tokens)
-        if not self.padded:
-            np.add.at(tokens, at, pieces.end - pieces.begin)
-            return tokens
-        count = np.zeros_like(tokens)
-        np.add.at(count, at, 1)
-        np.maximum.at(tokens, at, pieces.end)
-        return tokens * count
+        at, tokens, count = (pieces.rank, pieces.micro_batch), np.zeros_like(self.tokens), np.zeros_like(self.tokens)
+        if self.padded:
+            np.maximum.at(tokens, at, pieces.end)
+            np.add.at(count, at, 1)
+            return tokens * count
+        np.add.at(tokens, at, pieces.end - pieces.begin)
+        return tokens
 
     def sums(self, work: Floats) -> Floats:
         """[ranks, micro-batches] of what each document has, as loaded."""
@@ -106,12 +104,10 @@ class Costs:
         Until the last rank of a host comes to its attention the others have their own to run; what then is left they
         share.
         """
-        hosts = int(host.max()) + 1
-        last, left, speed = np.zeros((hosts, before.shape[1])), np.zeros((hosts, before.shape[1])), np.zeros(hosts)
+        last, left = np.zeros((2, int(host.max()) + 1, before.shape[1]))
         np.maximum.at(last, host, before)
         np.add.at(left, host, np.maximum(attention - (last[host] - before) * self.speed[:, None], 0.0))
-        np.add.at(speed, host, self.speed)
-        balanced = float((last + left / speed[:, None]).max(axis=0).sum())
+        balanced = float((last + left / np.bincount(host, self.speed)[:, None]).max(axis=0).sum())
         per_work = np.divide(1.0, self.speed, out=np.zeros(len(self.speed)), where=self.speed > 0)
         alone = before + attention * per_work[:, None]
         return balanced, sum(map(float, alone.max(axis=0)))

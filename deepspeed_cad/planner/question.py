@@ -6,9 +6,9 @@ import difflib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,8 +121,7 @@ def _faults_of(name: str, segments: Segments, ranks: int) -> Iterator[str]:
         yield f"a document of {end.max()} tokens is longer than the planner counts (2^31)"
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     problem: PlanInput
     number: list[int]
     """For each document of the tick: its place in the input."""
@@ -163,7 +162,7 @@ def read_question(fields: Any) -> Question:
     problem = PlanInput(
         tick=layout.tick(),
         shape=shape,
-        cost=_with_links(read_cost(fields.get("cost", "pairs"), shape), fields.get("links")),
+        cost=with_links(read_cost(fields.get("cost", "pairs"), shape), **_links(fields)),
         window=None if fields.get("window") is None else _integer(fields, "window"),
         tolerance=float(tolerance),
         granularity=_integer(fields, "granularity", PlanInput.granularity),
@@ -236,18 +235,19 @@ def _hosts(fields: dict[str, Any], ranks: int) -> Ints | None:
     return hosts_of_nodes(per_node, ranks)
 
 
-def _with_links(cost: CostModel, links: Any) -> CostModel:
+def _links(fields: dict[str, Any]) -> dict[str, Any]:
+    links = fields.get("links")
     if links is None:
-        return cost
+        return {}
     if not isinstance(links, dict) or not links or links.keys() - {"inside", "between"}:
         raise CADConfigError(f'links is {links!r}; expected {{"inside": GB/s, "between": GB/s}}, or one of the two')
     for key, value in links.items():
         if not is_number(value) or value <= 0:
             raise CADConfigError(f"links.{key} is {value!r}; expected GB/s above 0")
-    return with_links(cost, links.get("inside"), links.get("between"))
+    return links
 
 
-def with_links(cost: CostModel, inside: float | None, between: float | None) -> CostModel:
+def with_links(cost: CostModel, inside: float | None = None, between: float | None = None) -> CostModel:
     """A cost model with links of so many GB/s into each rank; None: as the model has them.
 
     Raises CADConfigError where the costs of attention are not seconds, with which those of links could be compared.

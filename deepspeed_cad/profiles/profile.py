@@ -84,9 +84,8 @@ class Profile:
     def cost_for(self, shape: HeadShape) -> CostModel:
         """The cost model for layers of this head shape.
 
-        Work per pair is proportional to heads per group × (head_dim + value_dim). So is what kernels do besides, per
-        query row and per KV row: backward accumulates dK and dV of a KV row for each query head that reads it; there
-        the size of an element counts too.
+        Work per pair is proportional to heads per group × (head_dim + value_dim). So is what kernels do per query row
+        and per KV row; there the size of an element counts too.
         """
         entry = min(self.entries, key=lambda one: _distance(one.shape, shape))
         work = moved = 1.0

@@ -23,7 +23,7 @@ def test_defaults_are_those_of_the_planner() -> None:
     problem = read_question(LISTS).problem
     for name in ("tolerance", "granularity", "window", "base_load", "speed", "hosts"):
         assert getattr(problem, name) == getattr(PlanInput, name), name
-    assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost is PAIRS
+    assert problem.shape == HeadShape(8, 4, 16, 16, 2) and problem.cost == PAIRS
 
 
 def test_every_key_reaches_its_field() -> None:
