@@ -28,11 +28,11 @@ class ProgramTick:
 
 
 def merge_stages(layers: Sequence[Sequence[LayerKind]]) -> tuple[ProgramTick, ...]:
-    """Which layers of all stages meet in which tick of a forward; a backward runs them from the last to the first.
+    """Which layers of all stages (`layers[s]`) meet in which tick of a forward; a backward runs them in reverse.
 
-    `layers[s]`: those of stage s. A tick has one kind of layer, because one plan has one window and one head shape; a
-    stage that has no such layer at that point only serves. Stages with the same layers have one tick per layer; other
-    stages a shortest sequence that contains the layers of each in order, found stage by stage.
+    A tick has one kind of layer, because one plan has one window and one head shape; a stage that has no such layer at
+    that point only serves. Ticks are a shortest sequence that contains the layers of each stage in order, found stage
+    by stage.
     """
     merged: list[ProgramTick] = []
     for stage, own in enumerate(layers):

@@ -38,7 +38,7 @@ from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 
 BACKWARD_PAIRS = 5 / 7
-"""Share of the matrix products of a query-key pair that backward has."""
+"""Share of the matrix products of a query-key pair that backward has: five, beside two forward, at about one speed."""
 
 
 Documents = list[list[LocalSegments]]
@@ -132,9 +132,8 @@ def key_of(kind: LayerKind) -> PlanKey:
 def tick_cost(cost: CostModel, backward: bool) -> CostModel:
     """What tasks of one direction cost beside each other, in seconds of both directions, as transfers are weighed.
 
-    A kernel multiplies two matrices per pair forward and five backward, at about one speed. What a KV row costs, it
-    costs backward, where each task writes dK and dV for its whole prefix: forward is as fast with 128 rows of a task as
-    with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)
+    What a KV row costs, it costs backward, where each task writes dK and dV for its whole prefix: forward is as fast
+    with 128 rows of a task as with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)
     """
     return replace(cost, key=cost.key / BACKWARD_PAIRS if backward else 0.0)
 

@@ -1,13 +1,9 @@
 """Lockstep rounds of a pipeline: which micro-batch a stage runs forward and which backward in every round. Pure.
 
-In: stages, micro-batches, and how many of them may be in flight. Out: `Rounds`. Every round has a forward tick and a
-backward tick that all stages have in common, so attention tasks of all stages meet in one pool, and a stage without a
-micro-batch serves. With `f(m)` the round in which the first of P stages runs micro-batch m forward:
-
-    stage s runs m forward in round f(m) + s and backward in round f(m) + 2 (P − 1) − s
-
-f(m) = m unless fewer micro-batches may be in flight than that takes. Then the schedule has as many ticks as 1F1B,
-2 (M + P − 1): in the first P − 1 rounds no stage runs backward, in the last P − 1 none runs forward.
+Every round has a forward tick and a backward tick that all stages have in common, so attention tasks of all stages meet
+in one pool, and a stage without a micro-batch serves. Of P stages, stage s runs micro-batch m forward in round m + s
+and backward in round m + 2 (P − 1) − s. That makes as many ticks as 1F1B, 2 (M + P − 1): in the first P − 1 rounds no
+stage runs backward, in the last P − 1 none runs forward.
 """
 
 from __future__ import annotations
@@ -50,11 +46,8 @@ class Rounds:
         return min(self.micro_batches, 2 * (self.stages - 1 - stage) + 1)
 
     def buffers(self, stage: int) -> int:
-        """Buffers that a stage needs, micro-batch m in buffer m modulo that number.
-
-        One more than are in flight: the input of the next forward arrives before the gradient of the micro-batch that
-        just ran backward, which lies in its input's buffer, has been sent.
-        """
+        """Buffers that a stage needs, micro-batch m in buffer m modulo that number: one more than are in flight, as the
+        next input arrives before the gradient that lies in its input's buffer has been sent."""
         return max(2, min(self.in_flight(stage) + 1, self.micro_batches))
 
 

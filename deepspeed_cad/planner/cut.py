@@ -32,9 +32,8 @@ def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: floa
 
     Every rank is cut at the same share of its tokens: the one at which both parts have as much work, attention by the
     cost model plus `linear` per token, so that each is long enough to hide the other's transfers. Not where rows before
-    the cut would read keys behind it: where documents span ranks, the keys of the rank before are in its second part.
-    Giving whole ranks to one part or the other would be allowed, but each part then has the attention of some ranks
-    only: it moves several times the bytes that it hides.
+    the cut would read keys behind it. With whole ranks in one part or the other each part would have the attention of
+    some ranks only, and move several times the bytes that it hides.
     """
     tokens = layout.tokens
     if layout.ranks == 1 or not len(layout.segments):
@@ -55,14 +54,12 @@ def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: floa
 
 @dataclass(frozen=True)
 class PlanLayers:
-    """Layers of a model that share a plan: same heads, same mask."""
+    """`layers` of a model that share a plan: same heads, same mask. Costs are of one head group."""
 
     cost: CostModel
-    """Of one head group."""
     window: int | None
     groups: int
     layers: int = 1
-    """How many they are."""
 
 
 FINER = np.arange(-3, 4) / 256
@@ -81,8 +78,8 @@ def choose_interleaved_cut(
     """Rows of each rank's first nano-batch where linear layers of one run while servers attend the other, or None.
 
     A layer takes two stretches: linear layers of the second beside attention of the first, and the other way about.
-    Every rank is cut at the same share of its tokens, the one at which both together are shortest; of shares that are
-    as good, the one that leaves most time to spare in the tighter stretch.
+    Every rank is cut at the same share of its tokens, at which both together are shortest, and of those that are as
+    good the one that leaves most time to spare in the tighter stretch.
 
     Args:
         layout: of trainers and servers; servers have no tokens.
@@ -97,9 +94,8 @@ def choose_interleaved_cut(
     unit = np.maximum(unit, 1)
     if not len(layout.segments) or not layout.can_cut(_at(0.5, tokens, unit)):
         return None
-    known = kinds or [PlanLayers(PAIRS, None, 1)]
+    known, each = (kinds, linear or 0.0) if kinds else ([PlanLayers(PAIRS, None, 1)], 0.0)
     seg = layout.segments
-    each = (linear or 0.0) if kinds else 0.0
 
     def judge(share: float) -> tuple[float, float, Ints] | None:
         at = _at(share, tokens, unit)

@@ -101,8 +101,7 @@ class Costs:
     def ends(self, before: Floats, attention: Floats, host: Ints) -> tuple[float, float]:
         """When a step ends whose attention is balanced inside hosts, and one where every rank runs its own.
 
-        Until the last rank of a host comes to its attention the others have their own to run; what then is left they
-        share.
+        Until the last rank of a host comes to its attention the others run their own; what then is left they share.
         """
         last, left = np.zeros((2, int(host.max()) + 1, before.shape[1]))
         np.maximum.at(last, host, before)
@@ -145,19 +144,12 @@ def order_rows(rows: Floats) -> Ints:
 def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, cuts: bool = False) -> Dealt | None:
     """Documents to ranks and micro-batches, so that all rows take as long; None where that gains nothing.
 
-    Longest first, each to the row that has least to do with it. On several hosts first to the host that has least, so
-    that hosts are even and attention of a long document goes to ranks beside its own. Padded samples are dealt out in
-    order of their lengths, so that similar ones meet. No row gets more tokens than the largest row had, none gets no
-    document, and the step never ends later than with balanced attention alone. Documents move where it ends SHORTER,
-    or where ranks, each with its own attention, end earlier by `tolerance` (a share of the step), so that less moves.
-    They are cut where it ends SHORTER still.
-
-    Args:
-        step: all documents, as loaded.
-        costs: of tokens and documents.
-        tolerance: share of the step.
-        hosts: [ranks] number of each rank's; None: all share one.
-        cuts: whether documents may be cut, and then lie on several ranks.
+    Longest first, each to the row that has least to do with it. On several hosts (`hosts`: [ranks] number of each
+    rank's) first to the host that has least, so that attention of a long document goes to ranks beside its own. Padded
+    samples are dealt out in order of their lengths, so that similar ones meet. No row gets more tokens than the largest
+    row had, none gets no document, and the step never ends later than with balanced attention alone. Documents move
+    where it ends SHORTER, or where ranks, each with its own attention, end earlier by `tolerance` (a share of the
+    step), so that less moves. With `cuts` they are cut where it ends SHORTER still.
     """
     ranks, micro_batches = step.tokens.shape
     if len(step.length) < step.tokens.size or step.tokens.size == 1:
@@ -190,8 +182,8 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, 
 def _cut_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
     """Rows of equal seconds outside attention, on each host by itself; None where they have no room.
 
-    Documents go to the micro-batch and host that has least, then row after row is filled by the longest that fits.
-    Where none does the longest of all goes on in the next row.
+    Documents go to the micro-batch and host that has least. Row after row is filled by the longest that fits, and where
+    none does by a part of the longest of all.
     """
     micro_batches, most = step.tokens.shape[1], int(step.tokens.max())
     seconds = costs.work + step.length * float(costs.each.mean())

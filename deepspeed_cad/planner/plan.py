@@ -116,9 +116,8 @@ class PlanInput:
 class Flows:
     """What a plan moves between ranks in one layer's forward, as the model of transfers needs it (finish.py).
 
-    Per head group: Q of every row that is not at home on its server goes from the home to the server, and O of the same
-    rows goes back. Of K and V a server receives each row that it reads of a (document, head group) and does not hold
-    itself, once, from the row's home.
+    Per head group: Q of every row that is not at home on its server goes there, and O comes back. Of K and V a server
+    receives each row that it reads of a (document, head group) and does not hold itself, once, from the row's home.
     """
 
     bytes: Ints
@@ -131,8 +130,7 @@ class Flows:
     """[ranks]: head groups of documents with such work, which waves do not cut."""
     served: Ints
     """[2, ranks]: query and KV rows times head groups that lie side by side at each server to be run, its own among
-    them; what finds all that it reads at home in one piece runs there and is not among them. Nor are query rows of a
-    server's own that only read keys of others, where they are a large share of its rows (IN_PLACE)."""
+    them, but for those that run where they are: where all that they read is at home in one piece, or IN_PLACE."""
 
     @cached_property
     def sent(self) -> Ints:
@@ -154,8 +152,7 @@ class Plan:
     tasks: Ints
     """[n, 6]: document, q_begin, q_end, group_begin, group_end, server; ordered by these columns."""
     load: Floats
-    """[ranks]: predicted finish time of each rank, work ÷ speed + base load, in the unit of the cost model (seconds, or
-    pairs); in place, with equal ranks, that is its attention."""
+    """[ranks]: predicted finish time, work ÷ speed + base load, in the unit of the cost model (seconds, or pairs)."""
     load_before: Floats
     """[ranks]: the same if every rank ran its own tokens."""
     sent_bytes: Ints
@@ -181,7 +178,6 @@ class Plan:
 
     @property
     def imbalance_before(self) -> float:
-        """Max over mean of the load without CAD."""
         return _max_over_mean(self.load_before)
 
     def fingerprint(self) -> int:

@@ -24,9 +24,9 @@ from deepspeed_cad.profiles.profile import USUAL_SHAPE, Profile, ShapeCost, expe
 logger = logging.getLogger("deepspeed_cad")
 
 TOKENS = {"cuda": 65536, "cpu": 512}
-"""Of the document that is timed for speeds: long enough that kernels run at their speed, and on a GPU longer than the
-slices of time in which another process has it. Beside matrix products 16384 tokens (4 ms) took 1.86 times as long as
-alone, and the attention of a layer, 0.8 s, took 2.2 times (two H200, commit a67af12)."""
+"""Of the document that is timed for speeds: on a GPU longer than the slices of time in which another process has it.
+Beside matrix products 16384 tokens (4 ms) took 1.86 times as long as alone, and the attention of a layer, 0.8 s, took
+2.2 times (two H200, commit a67af12)."""
 REPEATS, BUDGET = {"cuda": 60, "cpu": 5}, {"cuda": 0.4, "cpu": 0.2}
 """On a GPU long enough for its clock to settle: in all about a second."""
 FEW_TOKENS = {"cuda": 8192, "cpu": 512}
@@ -47,13 +47,9 @@ def find_speeds(
 ) -> Floats | None:
     """[ranks] speeds: at 0.5 a task takes twice what the costs say. None: ranks are equal, or taken for it. Collective.
 
-    Args:
-        wanted: the key "speeds".
-        device: where this rank attends.
-        kernel: the key "kernel".
-        gather: tells numbers among the ranks.
-        deterministic: whether plans of this rank must depend on no measured time.
-        cost: of the trainers' plans; None on a server, which makes none.
+
+    `wanted` and `kernel` are the keys "speeds" and "kernel"; `deterministic`: whether plans of this rank must depend on
+    no measured time; `cost`: of the trainers' plans, None on a server, which makes none.
     """
     if wanted is None:
         return None

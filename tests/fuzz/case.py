@@ -1,6 +1,6 @@
 """A case: everything that a random training loop differs in, as one line of JSON that can be replayed.
 
-`simpler` gives the cases that have one feature less: what shrinking tries. draw.py makes cases of seeds.
+draw.py makes cases of seeds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,30 +207,3 @@ class Case:
         if plant is None or plant.kind != kind or plant.rank not in (rank, ALL):
             return False
         return (plant.epoch, plant.at) == (epoch, at)
-
-
-def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one feature less, the largest first."""
-    plain = Case(case.seed, world=case.world, batches=case.batches)
-    names = (
-        "model", "ddp", "checkpoint", "dtype", "evaluate", "look", "islice", "generator", "forms", "accumulation",
-        "flight", "comes", "plant", "fates", "stop",
-    )  # fmt: skip
-    for name in names:
-        if getattr(case, name) != getattr(plain, name):
-            yield dataclasses.replace(case, **{name: getattr(plain, name)})
-    for key in case.block:
-        if key != "on_server_failure" or not case.fates:
-            yield dataclasses.replace(case, block={name: value for name, value in case.block.items() if name != key})
-    if case.servers > 1 and not case.fates:
-        yield dataclasses.replace(case, servers=case.servers - 1)
-    if case.plant is None:
-        if case.world > 2 and not case.stages:
-            yield dataclasses.replace(case, world=case.world - 1, batches=case.batches[:-1])
-        if case.epochs > 1:
-            yield dataclasses.replace(case, epochs=case.epochs - 1)
-        if min(case.batches) > max(case.stop, 1):
-            yield dataclasses.replace(case, batches=tuple(one - 1 for one in case.batches))
-    for name, low in (("longest", 8), ("documents", 1)):
-        if getattr(case, name) > low:
-            yield dataclasses.replace(case, **{name: max(low, getattr(case, name) // 2)})

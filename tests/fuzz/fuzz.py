@@ -4,7 +4,8 @@
     python tests/fuzz/fuzz.py --seed 0 --cases 2000
     python tests/fuzz/fuzz.py --replay '{"seed": 17, ...}'
 
-A case that fails is made simpler while it still fails, and printed as a line to replay. Ends with 1 if any failed.
+A case that fails is printed as a line to replay: leave out one key after the other to see what it needs. Ends with 1
+if any failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of DDP's
 import torch.distributed as dist
 from pool import WorkerPool
 
-from fuzz.case import Case, simpler
+from fuzz.case import Case
 from fuzz.draw import draw
 from fuzz.judge import judge, may, mortal
 from fuzz.play import TIMEOUT_S, Played, play
@@ -123,16 +124,6 @@ def run(
     return tally
 
 
-def shrink(workers: WorkerPool, case: Case, failure: str, seconds: float) -> tuple[str, Case]:
-    """A simpler case that fails in the same kind of way."""
-    end, waiting = time.monotonic() + seconds, simpler(case)
-    while time.monotonic() < end and (simple := next(waiting, None)):
-        now, _ = run_case(workers, simple)
-        if now.split(":")[0] == failure.split(":")[0]:
-            case, failure, waiting = simple, now, simpler(simple)
-    return failure, case
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,7 +132,6 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=sys.maxsize, help="how many")
     parser.add_argument("--ranks", default="1-4", help="that train, such as 2-4")
     parser.add_argument("--replay", help="run this one case, given as its line")
-    parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make each of the first failures simpler")
     given = parser.parse_args()
     seconds = given.seconds or (60.0 if given.cases == sys.maxsize else float("inf"))
     workers = WorkerPool(PRELOAD)
@@ -154,9 +144,6 @@ def main() -> int:
             return int(bool(failure))
         low, _, high = given.ranks.partition("-")
         tally = run(workers, given.seed, seconds, (int(low), int(high or low)), say=True, cases=given.cases)
-        for failure, case in tally.failures[:3]:
-            failure, case = shrink(workers, case, failure, given.shrink)
-            print(f"made simpler: {failure}\n  --replay '{case.to_line()}'", flush=True)
         print(tally)
         return int(bool(tally.failures))
     finally:

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cad.ahead.announced import StepMessage, to_documents
-from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.cost import PAIRS
-from deepspeed_cad.layout import LocalSegments, assemble, segments_from_cumulative
+from deepspeed_cad.layout import LocalSegments, assemble
 from deepspeed_cad.planner.deal import Costs, Dealt, Step, deal, order_rows
 
 EACH = 20.0
@@ -198,52 +196,3 @@ def test_rank_0_keeps_its_order_and_the_others_follow_it() -> None:
     """The heaviest micro-batches of all ranks at the same time, equal ones in the order of their loader."""
     step = step_of([[[10], [5, 5], [20], [5, 5]], [[30], [4], [7], [4]]])
     assert order_rows(step.sums(costs_of(step).work)).tolist() == [[0, 1, 2, 3], [2, 1, 0, 3]]
-
-
-# What ranks tell each other about a step
-
-
-def announcement(*lengths: int, unit: int = 1, loaded: int = -1) -> Announcement:
-    ends = np.cumsum([0, *lengths])
-    return Announcement(segments_from_cumulative(ends, int(ends[-1])), unit, loaded)
-
-
-def samples(width: int, *lengths: int) -> Announcement:
-    begin = np.zeros(len(lengths), np.int64)
-    local = LocalSegments(begin, np.array(lengths), np.arange(len(lengths)) * width, width * len(lengths))
-    return Announcement(local, width if len(lengths) > 1 else 1)
-
-
-@pytest.fixture()
-def said() -> list[StepMessage]:
-    """Two ranks, two micro-batches each."""
-    return [
-        StepMessage([announcement(3, 5), announcement(8, unit=4, loaded=9)], 77, np.array([1, 2, 3])),
-        StepMessage([announcement(2, 2, 4), announcement(6)]),
-    ]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_message_is_read_as_it_was_written(said: list[StepMessage], rank: int) -> None:
-    one = said[rank]
-    read = StepMessage.from_array(one.to_array())
-    assert read.fields == one.fields and read.padding.tolist() == one.padding.tolist()
-    for again, mine in zip(read.micro_batches, one.micro_batches, strict=True):
-        assert (again.unit, again.loaded) == (mine.unit, mine.loaded) and again.local.same_as(mine.local)
-
-
-def test_documents_of_all_ranks(said: list[StepMessage]) -> None:
-    found = to_documents(said, padded=False)
-    assert found.step.rank.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert found.step.micro_batch.tolist() == [0, 0, 1, 0, 0, 0, 1]
-    assert found.step.length.tolist() == [3, 5, 8, 2, 2, 4, 6] and found.offset.tolist() == [0, 3, 0, 0, 2, 4, 0]
-    assert found.of.tolist() == list(range(7))
-    assert found.step.tokens.tolist() == [[8, 8], [8, 6]]
-
-
-def test_samples_of_all_ranks() -> None:
-    """The padding behind a sample is left out; a sample may hold several documents."""
-    two = LocalSegments(np.zeros(3, np.int64), np.array([3, 2, 4]), np.array([0, 4, 8]), 16)
-    found = to_documents([StepMessage([samples(7, 7, 2)]), StepMessage([Announcement(two, 8)])], padded=True)
-    assert found.step.length.tolist() == [7, 2, 6, 4] and found.offset.tolist() == [0, 7, 0, 8]
-    assert found.of.tolist() == [0, 1, 2, 2, 3] and found.step.tokens.tolist() == [[14], [16]]
