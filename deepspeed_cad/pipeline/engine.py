@@ -80,16 +80,16 @@ def _bind(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
     binding.check_modules(install_attention(engine.module, binding), len(find_recurrent(engine.module)))
     session.bindings[engine.module] = binding
 
+    run_forward, run_backward = PipelineEngine._exec_forward_pass, PipelineEngine._exec_backward_pass
+
     def forward(engine: PipelineEngine, buffer_id: int, round_: int, micro_batch: int | None) -> None:
-        work = PipelineEngine._exec_forward_pass
-        binding.run_ticks(round_, micro_batch, False, lambda: work(engine, buffer_id))
+        binding.run_ticks(round_, micro_batch, False, lambda: run_forward(engine, buffer_id))
 
     def backward(engine: PipelineEngine, buffer_id: int, round_: int, micro_batch: int | None) -> None:
-        work = PipelineEngine._exec_backward_pass
-        binding.run_ticks(round_, micro_batch, True, lambda: work(engine, buffer_id))
+        binding.run_ticks(round_, micro_batch, True, lambda: run_backward(engine, buffer_id))
 
     def alone(engine: PipelineEngine, buffer_id: int) -> None:
-        binding.run_alone(lambda: PipelineEngine._exec_forward_pass(engine, buffer_id))
+        binding.run_alone(lambda: run_forward(engine, buffer_id))
 
     hooks = {ForwardTicks: forward, BackwardTicks: backward, ForwardPass: alone}
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **hooks}

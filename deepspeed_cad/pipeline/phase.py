@@ -18,6 +18,8 @@ from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.pipeline.tick_call import TickCall, serve_tick
 
+SAME_LAYERS = "A stage must run the same layers, one after the other, in the same order in every micro-batch"
+
 
 @dataclass(frozen=True)
 class ProgramTick:
@@ -79,16 +81,11 @@ class Phase:
 
     def enter(self, layer: int, label: str) -> CallSetup:
         """The tick of a layer of this stage, which runs now; ticks before it are served first."""
-        if layer >= len(self.own):
-            raise CADError(
-                f"{label} is attention layer {layer} (counted from 0) of this stage, which had {len(self.own)} when "
-                "its layers were first run. A stage must run the same layers in every micro-batch"
-            )
-        position = self._at(self.own[layer])
+        position = self._at(self.own[layer]) if layer < len(self.own) else -1
         if position < self.done:
             raise CADError(
-                f"{label} runs {'backward' if self.backward else 'forward'} when its turn is over. A stage must run "
-                "its layers one after the other, in the same order in every micro-batch"
+                f"{label} runs {'backward' if self.backward else 'forward'} as attention layer {layer + 1} of "
+                f"{len(self.own)} of this stage, when its turn is over. {SAME_LAYERS}"
             )
         self._serve_until(position)
         self.done = position + 1
@@ -98,10 +95,7 @@ class Phase:
         """Serve what is left. Raises CADError where a layer of this rank did not run forward."""
         if not self.backward and self.own and self.own[-1] >= self.done:
             ran = sum(tick < self.done for tick in self.own)
-            raise CADError(
-                f"this stage ran {ran} of its {len(self.own)} attention layers. A stage must run the same layers in "
-                "every micro-batch"
-            )
+            raise CADError(f"this stage ran {ran} of its {len(self.own)} attention layers. {SAME_LAYERS}")
         self._serve_until(len(self.program))
 
     def _at(self, tick: int) -> int:
@@ -126,31 +120,28 @@ class StageMicroBatch:
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
         """O [T, H, V] of one layer; one that is recomputed in the backward gets its call of the forward."""
-        rows = layer.rows()
-        call, label = self.calls.get(layer.layer), layer.label
+        rows, call = layer.rows(), self.calls.get(layer.layer)
         forward = self.phase is not None and not self.phase.backward
-        if call is not None and forward:
-            raise CADError(
-                f"{label} was called twice in one forward. Layers that share an attention module are not supported"
-            )
+        if (call is None) != forward:
+            when = "was called twice in one forward" if forward else "runs in a backward, but ran in no forward"
+            raise CADError(f"{layer.label} {when}. Layers that share an attention module are not supported")
         if call is None:
-            if self.phase is None or not forward:
-                raise CADError(f"{label} ran in a backward, but not in the forward before it")
-            call = self.calls[layer.layer] = self._new_call(self.phase, layer.kind(rows), rows, label)
+            call = self.calls[layer.layer] = self._new_call(layer.kind(rows), rows, layer.label)
         return call(*rows, layer.sinks_H)
 
-    def _new_call(self, phase: Phase, kind: LayerKind, given: Rows, label: str) -> TickCall:
+    def _new_call(self, kind: LayerKind, given: Rows, label: str) -> TickCall:
         number = len(self.calls)
-        setup = phase.enter(number, label)
-        expected, rows = phase.program[phase.own[number]].kind, setup.schedule.query_tokens
+
+        def enter(backward: bool) -> CallSetup:
+            if self.phase is None or self.phase.backward != backward:
+                raise CADError(f"{label} runs outside of the forward or the backward of its micro-batch")
+            return self.phase.enter(number, label)
+
+        setup = enter(False)
+        assert self.phase is not None
+        expected, rows = self.phase.program[self.phase.own[number]].kind, setup.schedule.query_tokens
         if kind != expected:
             raise CADError(f"{label} has {kind}, but had {expected} when its layers were first run")
         if given.q_THD.shape[0] != rows:
             raise CADError(f"{label} got {given.q_THD.shape[0]} tokens where its micro-batch has {rows}")
-
-        def backward() -> CallSetup:
-            if self.phase is None or not self.phase.backward:
-                raise CADError(f"{label}: its backward runs outside of that of its micro-batch")
-            return self.phase.enter(number, label)
-
-        return TickCall(setup, backward)
+        return TickCall(setup, lambda: enter(True))

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 
 import numpy as np
 
@@ -216,8 +217,7 @@ def _cut_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
 def _fill(lengths: Sequence[int], shares: Sequence[float], most: int) -> list[tuple[int, int, int, int]] | None:
     """Document, begin, end and row of pieces that fill rows by their shares, at most `most` tokens in each; None where
     a row would stay empty, or something is left."""
-    left = sorted(range(len(lengths)), key=lambda one: lengths[one])
-    sizes = [lengths[one] for one in left]
+    left = sorted((length, one) for one, length in enumerate(lengths))
     pieces: list[tuple[int, int, int, int]] = []
     document, begin = -1, 0
     tokens = sum(lengths)
@@ -227,12 +227,11 @@ def _fill(lengths: Sequence[int], shares: Sequence[float], most: int) -> list[tu
         slack = min(int(SLACK * level), most - size)
         while room > 0 and (document >= 0 or left):
             if document < 0:
-                at = bisect_right(sizes, room + slack) - 1
+                at = bisect_right(left, room + slack, key=itemgetter(0)) - 1
                 if at < 0 and room <= max(slack, 1):
                     # Not cut behind its first token: that a copy of the next follows must show (`layout.assemble`).
                     break
-                sizes.pop(at)
-                document, begin = left.pop(at), 0
+                document, begin = left.pop(at)[1], 0
             end = lengths[document] if lengths[document] - begin <= room + slack else begin + room
             pieces.append((document, begin, end, row))
             room -= end - begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,15 +223,11 @@ def _hosts(fields: dict[str, Any], ranks: int) -> Ints | None:
     if hosts is not None and per_node is not None:
         raise CADConfigError("hosts and ranks_per_node are both given: give one of them")
     if hosts is not None:
-        if not isinstance(hosts, list) or len(hosts) != ranks or any(type(one) is not int for one in hosts):
-            raise CADConfigError(f"hosts is {hosts!r}; expected a list of {ranks} whole numbers, one for each rank")
-        return np.array(hosts, np.int64)
+        return np.array(_list(hosts, "hosts", lambda one: type(one) is int, "a whole number", (ranks,)), np.int64)
     if per_node is None:
         return None
-    if not all(type(one) is int and one >= 1 for one in (per_node if isinstance(per_node, list) else [per_node])):
-        raise CADConfigError(
-            f"ranks_per_node is {per_node!r}; expected whole numbers above 0: {KEYS['ranks_per_node']}"
-        )
+    many = per_node if isinstance(per_node, list) else [per_node]
+    _list(many, "ranks_per_node", lambda one: type(one) is int and one >= 1, f"above 0 ({KEYS['ranks_per_node']})")
     return hosts_of_nodes(per_node, ranks)
 
 
@@ -271,24 +267,26 @@ def _integer(fields: dict[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def _lengths(values: Any, where: str) -> list[int]:
-    if not isinstance(values, list):
-        raise CADConfigError(f"{where} is {values!r}; expected a list of document lengths")
+def _list(values: Any, where: str, right: Callable[[Any], bool], each: str, counts: Sequence[int] = ()) -> list[Any]:
+    """A list of values that are right, and of one of these counts."""
+    if not isinstance(values, list) or (counts and len(values) not in counts):
+        many = f"{counts[0]} values" if counts else "values"
+        raise CADConfigError(f"{where} is {values!r}; expected a list of {many}, each {each}")
     for at, value in enumerate(values):
-        if type(value) is not int or not 0 <= value < 1 << 31:
-            raise CADConfigError(f"{where}[{at}] is {value!r}; a document length is a whole number from 0 to 2^31 - 1")
+        if not right(value):
+            raise CADConfigError(f"{where}[{at}] is {value!r}; expected {each}")
     return values
+
+
+def _lengths(values: Any, where: str) -> list[int]:
+    return _list(
+        values, where, lambda one: type(one) is int and 0 <= one < 1 << 31, "a whole number from 0 to 2^31 - 1"
+    )
 
 
 def _numbers(fields: dict[str, Any], key: str, ranks: int, trainers: int, fill: float) -> Floats | None:
     """One number per rank; ranks that `servers` added may be left out."""
-    values = fields.get(key)
-    if values is None:
+    if fields.get(key) is None:
         return None
-    if not isinstance(values, list) or len(values) not in (ranks, trainers):
-        found = f"{len(values)} values" if isinstance(values, list) else repr(values)
-        raise CADConfigError(f"{key} has {found}; expected a list of {ranks} numbers, one for each rank")
-    for rank, value in enumerate(values):
-        if not is_number(value):
-            raise CADConfigError(f"{key}[{rank}] is {value!r}; expected a number ({KEYS[key]})")
+    values = _list(fields[key], key, is_number, f"a number ({KEYS[key]})", (ranks, trainers))
     return np.array([*map(float, values), *[fill] * (ranks - len(values))])
