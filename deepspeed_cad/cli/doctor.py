@@ -1,75 +1,62 @@
 """`deepspeed-cad doctor`: what is installed, what works here (each tried), and how to get what is missing.
 
 In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, the compiled
-library, one kernel and one transport. `ds_report` prints the same last line.
+library, one kernel and one transport. `ds_report` prints the same last line. A probe never ends the command: what fails
+is a finding with the reason.
 """
 
 import argparse
 import json
 import logging
+import os
 import platform
+import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module, metadata
+from pathlib import Path
 
-from deepspeed_cad.cli import probes
-from deepspeed_cad.cli.probes import CORE_PACKAGES, Finding
 from deepspeed_cad.cli.progress import Progress
-from deepspeed_cad.version import __version__
+from deepspeed_cad.version import OLDEST, __version__, is_too_old
 
+PACKAGES = {
+    "torch": f"pip install 'torch>={OLDEST['torch']}'",
+    "numpy": "pip install numpy",
+    "greenlet": "pip install greenlet (needed for the overlap by ping-pong)",
+    "transformers": 'pip install "deepspeed_cad[transformers]"',
+    "deepspeed": 'DS_BUILD_OPS=0 pip install --no-build-isolation "deepspeed_cad[deepspeed]"',
+    "accelerate": 'pip install "deepspeed_cad[accelerate]"',
+    "trl": "",
+    "peft": "",
+}
+"""What is looked for, and how to get it where it is missing; "": only scripts that use it need it."""
+TRANSPORTS = ("c10d", "nccl", "mixed", "nvlink")
+
+_TIMEOUT_S = 120
 _WIDTH = 16
+
+# A stand-in for deepspeed shows whether the installed .pth file works, without the seconds that the real one takes.
+_AUTOLOAD = """
+import deepspeed
+print(hasattr(deepspeed.initialize, "__wrapped__"))
+"""
 
 
 @dataclass(frozen=True)
-class Report:
-    packages: list[Finding]
-    native: Finding
-    kernels: list[Finding]
-    transports: list[Finding]
-    devices: list[Finding]
-    autoload: Finding
-
-    @property
-    def core_works(self) -> bool:
-        """Whether CAD can train here at all."""
-        core = [self.native, *(found for found in self.packages if found.name in CORE_PACKAGES)]
-        return all(found.ok for found in core) and bool(_working(self.kernels) and _working(self.transports))
-
-    @property
-    def missing(self) -> list[Finding]:
-        """What does not work although something can be done about it."""
-        every = [*self.packages, self.native, *self.kernels, *self.transports, *self.devices, self.autoload]
-        return [found for found in every if not found.ok and found.remedy]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "deepspeed_cad": __version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "core_works": self.core_works,
-            **asdict(self),
-            "summary": _summarise(self),
-        }
+class Finding:
+    name: str
+    ok: bool
+    detail: str
+    """What was found where it works, the reason where it does not."""
+    remedy: str = ""
+    """How to get it; empty where nothing is missing or nothing can be done on this machine."""
 
 
-def examine() -> Report:
-    """Tries everything; takes some seconds, most of them for importing torch. What it is at stands on stderr."""
-    logger = logging.getLogger("deepspeed_cad")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the report says what the warnings would say
-    with Progress() as progress:
-
-        def trying(name: str) -> Any:
-            progress.tell(f"trying {name}")
-            return getattr(probes, f"try_{name}")()
-
-        report = Report(**{field.name: trying(field.name) for field in fields(Report)})
-    logger.setLevel(level)
-    return report
-
-
-def summary_line() -> str:
-    return _summarise(examine())
+Report = dict[str, list[Finding]]
+"""By section."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,34 +66,203 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Prints the report; 0 where the core works, else 1."""
     report = examine()
-    print(json.dumps(report.to_dict(), indent=2) if args.json else _format(report))
-    return 0 if report.core_works else 1
+    works, summary = core_works(report), summarise(report)
+    if args.json:
+        about = {
+            "deepspeed_cad": __version__, "python": platform.python_version(), "platform": platform.platform(),
+            "core_works": works, "summary": summary,
+        }  # fmt: skip
+        print(json.dumps(about | {name: list(map(asdict, found)) for name, found in report.items()}, indent=2))
+    else:
+        lines = [f"deepspeed_cad {__version__}, Python {platform.python_version()} ({sys.executable})"]
+        for name, findings in report.items():
+            lines += ["", name + (", each tried" if name in ("kernels", "transports") else "")]
+            lines += [f"  {'ok' if one.ok else '--'}  {one.name:{_WIDTH}} {one.detail}" for one in findings]
+        print("\n".join([*lines, "", summary]))
+    return 0 if works else 1
 
 
-def _format(report: Report) -> str:
-    lines = [f"deepspeed_cad {__version__}, Python {platform.python_version()} ({sys.executable})"]
-    for title, findings in (
-        ("packages", [*report.packages, report.native]),
-        ("kernels, each run forward and backward", report.kernels),
-        ("transports, each tried", report.transports),
-        ("devices", report.devices),
-        ("autoload", [report.autoload]),
-    ):
-        lines += ["", title]
-        lines += [f"  {'ok' if found.ok else '--'}  {found.name:{_WIDTH}} {found.detail}" for found in findings]
-    return "\n".join([*lines, "", _summarise(report)])
+def examine() -> Report:
+    """Tries everything; takes some seconds, most of them for importing torch. What it is at stands on stderr."""
+    logger = logging.getLogger("deepspeed_cad")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the report says what the warnings would say
+    report = {}
+    with Progress() as progress:
+        for name, probe in PROBES.items():
+            progress.tell(f"trying {name}")
+            report[name] = _findings(name, probe)
+    logger.setLevel(level)
+    return report
+
+
+def core_works(report: Report) -> bool:
+    """Whether CAD can train here at all."""
+    core = [one for one in report["packages"] if one.name in ("torch", "numpy", "native library")]
+    return all(one.ok for one in core) and bool(_working(report["kernels"]) and _working(report["transports"]))
+
+
+def summarise(report: Report) -> str:
+    kernels, transports = (", ".join(_working(report[name])) or "none" for name in ("kernels", "transports"))
+    line = (
+        f"deepspeed_cad {__version__} {'works' if core_works(report) else 'DOES NOT WORK'} here: kernels {kernels}; "
+        f"transports {transports}; autoload {'active' if _working(report['autoload']) else 'not active'}"
+    )
+    missing = [one for findings in report.values() for one in findings if not one.ok and one.remedy]
+    if missing:
+        line += "; to get what is missing: " + "; ".join(f"{one.name}: {one.remedy}" for one in missing)
+    return line
+
+
+def summary_line() -> str:
+    """What `ds_report` prints."""
+    return summarise(examine())
 
 
 def _working(findings: list[Finding]) -> list[str]:
-    return [found.name for found in findings if found.ok]
+    return [one.name for one in findings if one.ok]
 
 
-def _summarise(report: Report) -> str:
-    kernels, transports = (", ".join(_working(one)) or "none" for one in (report.kernels, report.transports))
-    line = (
-        f"deepspeed_cad {__version__} {'works' if report.core_works else 'DOES NOT WORK'} here: kernels {kernels}; "
-        f"transports {transports}; autoload {'active' if report.autoload.ok else 'not active'}"
-    )
-    if report.missing:
-        line += "; to get what is missing: " + "; ".join(f"{found.name}: {found.remedy}" for found in report.missing)
-    return line
+def _findings(name: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
+    try:
+        return probe()
+    except Exception as error:
+        text = str(error).strip()
+        kind = type(error).__name__
+        return [Finding(name, False, f"{kind}: {text.splitlines()[0]}" if text else kind)]
+
+
+def try_packages() -> list[Finding]:
+    """Imports nothing but torch, numpy and greenlet: the others are only looked up, because importing them is slow.
+    And the compiled library."""
+    from deepspeed_cad import native
+
+    findings = []
+    for name, remedy in PACKAGES.items():
+        try:
+            version = metadata.version(name)
+            if name in ("torch", "numpy", "greenlet"):
+                version = import_module(name).__version__
+            if name in OLDEST and is_too_old(name, version):
+                upgrade = f"pip install --upgrade '{name}>={OLDEST[name]}'"
+                findings.append(Finding(name, False, f"{version}, but {OLDEST[name]} or newer is needed", upgrade))
+            else:
+                findings.append(Finding(name, True, version))
+        except metadata.PackageNotFoundError:
+            findings.append(Finding(name, False, "not installed", remedy))
+        except Exception as error:
+            findings.append(Finding(name, False, f"cannot be imported: {error}", remedy))
+    if reason := native.why_missing():
+        return [*findings, Finding("native library", False, reason.split(". To get it")[0], native.REBUILD)]
+    return [*findings, Finding("native library", True, f"{native.LIBRARY.name}, ABI {native.ABI_VERSION}")]
+
+
+def try_kernels() -> list[Finding]:
+    """Forward and backward of every backend on a tiny problem; how to get the fastest for the GPU of this machine."""
+    import torch
+
+    from deepspeed_cad.kernels.registry import try_all
+
+    on_gpu = torch.cuda.is_available()
+    major = torch.cuda.get_device_capability()[0] if on_gpu else 0
+    remedies = {
+        "flash_attn_4": "pip install --pre flash-attn-4" if major >= 9 else "",
+        "flash_attn_2": "pip install --no-build-isolation flash-attn" if major == 8 else "",
+    }
+    tried = try_all(torch.device("cuda" if on_gpu else "cpu"))
+    return [Finding(name, ok, detail, "" if ok else remedies.get(name, "")) for name, ok, detail in tried]
+
+
+def try_transports() -> list[Finding]:
+    """Every transport between two processes of this machine, each with a GPU of its own where there are two."""
+    return [one for name in TRANSPORTS for one in _findings(name, partial(_try_transport, name))]
+
+
+def _try_transport(name: str) -> list[Finding]:
+    from deepspeed_cad.exchange.probe import probe
+
+    ok, detail = probe(name)
+    gpus = import_module("torch").cuda.device_count()
+    if not ok or (name != "c10d" and gpus < 2):
+        return [Finding(name, ok, f"{detail}; not tried, because this process sees one GPU" if ok else detail)]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "deepspeed_cad.cli.exchange_trial", name, str(rank), str(Path(folder, "store"))],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said, errors = zip(*(process.communicate(timeout=_TIMEOUT_S) for process in processes))
+        except subprocess.TimeoutExpired:
+            late = f"two processes on this machine did not exchange anything within {_TIMEOUT_S} s"
+            return [Finding(name, False, late)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            return [Finding(name, False, f"rank {rank} of two processes failed: {_last_line(errors[rank])}")]
+    where, speed = "GPUs" if gpus > 1 else "the CPU", _last_line(said[0])
+    return [Finding(name, True, f"two processes exchanged slices there and back on {where}, at {speed} GB/s each")]
+
+
+def try_devices() -> list[Finding]:
+    """Every GPU that torch sees, and which of them reach each other's memory."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return [Finding("GPUs", False, "torch sees no GPU: attention runs on the CPU")]
+    found = [Finding("GPUs", True, f"{count} × CUDA {torch.version.cuda}")]
+    for index in range(count):
+        torch.zeros(1, device=f"cuda:{index}").add_(1).item()
+        about = torch.cuda.get_device_properties(index)
+        detail = f"{about.name}, {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB"
+        found.append(Finding(f"GPU {index}", True, detail))
+    reached = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+    if count > 1:
+        rows = "  ".join("".join("x" if one else "." for one in row) for row in reached)
+        found.append(Finding("peer access", all(map(all, reached)), rows))
+    return found
+
+
+def try_autoload() -> list[Finding]:
+    """Starts a Python as a training script would be started and imports a stand-in for deepspeed there."""
+    remedy = "pip install deepspeed_cad (without --target), or call deepspeed_cad.install() in the script"
+    if os.environ.get("DEEPSPEED_CAD_AUTOLOAD", "1").lower() in ("0", "false", "off", "no"):
+        return [Finding("autoload", False, "turned off by DEEPSPEED_CAD_AUTOLOAD", "unset DEEPSPEED_CAD_AUTOLOAD")]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "deepspeed").mkdir()
+        Path(folder, "deepspeed", "__init__.py").write_text("def initialize(args=None, config=None): pass\n")
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            [sys.executable, "-c", _AUTOLOAD],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    if done.returncode:
+        return [Finding("autoload", False, f"importing deepspeed fails: {_last_line(done.stderr)}", remedy)]
+    if done.stdout.strip() != "True":
+        return [Finding("autoload", False, "not active: nothing waits for the import of deepspeed", remedy)]
+    return [Finding("autoload", True, 'active: a "cad" block in the DeepSpeed JSON is enough')]
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
+
+
+PROBES: dict[str, Callable[[], list[Finding]]] = {
+    "packages": try_packages,
+    "kernels": try_kernels,
+    "transports": try_transports,
+    "devices": try_devices,
+    "autoload": try_autoload,
+}

@@ -6,8 +6,10 @@ In: the parsed arguments of `plan.py`. Out: settings and steps; lines of text; p
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_setting, wanted_modes
 from deepspeed_cad.cli.progress import Progress, say, write
-from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.forecast import Cluster, Setting
 from deepspeed_cad.forecast.attention_seconds import of_documents
 from deepspeed_cad.forecast.bytes_held import loss_bytes
@@ -58,9 +60,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
         def tell(mode: str, done: int, all_of_them: int) -> None:
             progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
 
-        def fewer(servers: int) -> list[list[Layout]]:
-            return make_steps(lengths, setting, rows, len(steps), servers)
-
+        fewer = partial(make_steps, lengths, setting, rows, len(steps))
         comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
@@ -167,13 +167,21 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
     split = f", tensor {setting.tensor}" * (setting.tensor > 1)
     split += f", Ulysses {setting.sequence} inside all modes" * (setting.sequence > 1)
     split += f", {setting.pipeline} stages" * (setting.pipeline > 1)
+    rows = f"{args.context} tokens packed {args.packing} are {full:.1%} full, {args.micro_batches} to a step"
+    if args.packing in DEALT:
+        rows = (
+            f"at most {args.context} tokens, {full:.1%} full, of {args.batch} documents a GPU and step dealt out "
+            f"{args.packing}; passes: {args.passes}"
+        )
+    elif args.packing == "none":
+        rows = f"{args.batch} documents of at most {args.context} tokens, {args.micro_batches} to a step"
     lines = [
         f"assumed: {args.model or DEFAULT}, {setting.sharding}{split}, {'' if setting.checkpointing else 'no '}"
         f"checkpointing, optimizer on the {'host' if setting.offload_optimizer else 'GPU'}, {loss}",
         f"{cluster.ranks} {machine.name} of {machine.memory / 2**30:.0f} GiB, hosts of "
         f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
         f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
-        f"rows of {_rows(args, full)}",
+        f"rows of {rows}",
         "CAD deals documents out to all GPUs before a step where that gains, which was not measured on GPUs yet"
         if setting.deals
         else "CAD leaves documents where the trainer dealt them out to, and balances every pass",
@@ -192,43 +200,32 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
     return lines
 
 
-def _rows(args: argparse.Namespace, full: float) -> str:
-    if args.packing in DEALT:
-        found = f"at most {args.context} tokens, {full:.1%} full, of {args.batch} documents a GPU and step dealt out"
-        return f"{found} {args.packing}; passes: {args.passes}"
-    if args.packing != "none":
-        return f"{args.context} tokens packed {args.packing} are {full:.1%} full, {args.micro_batches} to a step"
-    return f"{args.batch} documents of at most {args.context} tokens, {args.micro_batches} to a step"
-
-
 def table(comparison: Comparison, setting: Setting) -> list[str]:
     """Lines: what every mode would do, why modes are left out, what does not fit, what to take."""
     plain, rival = comparison.of("plain"), comparison.best_rival
     width = max([len(label(one)) for one in comparison.found] + [20]) + 2
-    columns = [
-        ("tokens/s", "/GPU", 9), ("MFU", "%", 6), ("", "÷ plain", 9), ("= not", "repeated", 10), ("×", "balance", 9),
-        ("÷ best", "rival", 8), ("idle", "%", 6), ("GB sent a", "inside", 10), ("GPU and step", "between", 13),
-        ("GiB", "needed", 8), ("exposed", "exch. %", 9),
-    ]  # fmt: skip
-    lines = [" " * width + "".join(f"{column[row]:>{column[2]}}" for column in columns) for row in (0, 1)]
-    for one in comparison.found:
+
+    def cells(one: Foreseen) -> dict[tuple[str, str, int], str]:
+        """By two lines of a header and the width."""
         speed, balance = one.tokens_per_second, comparison.balance(one)
         ratio = plain and speed / plain.tokens_per_second
-        cells = [
-            f"{speed:,.0f}",
-            f"{100 * one.mfu:.1f}",
-            f"{ratio:.2f}" if ratio else "",
-            f"{ratio / balance:.2f}" if ratio and balance else "",
-            f"{balance:.2f}" if balance else "",
-            f"{speed / rival.tokens_per_second:.2f}" if rival else "",
-            f"{100 * one.idle:.1f}",
-            f"{one.inside / 1e9:.2f}",
-            f"{one.between / 1e9:.2f}",
-            f"{one.needed / 2**30:.1f}",
-            f"{100 * one.seconds.exchange / one.seconds.total:.2f}",
-        ]
-        texts = (f"{cell:>{column[2]}}" for cell, column in zip(cells, columns, strict=True))
-        lines.append(f"{label(one):{width}}{''.join(texts)}")
+        return {
+            ("tokens/s", "/GPU", 9): f"{speed:,.0f}",
+            ("MFU", "%", 6): f"{100 * one.mfu:.1f}",
+            ("", "÷ plain", 9): f"{ratio:.2f}" if ratio else "",
+            ("= not", "repeated", 10): f"{ratio / balance:.2f}" if ratio and balance else "",
+            ("×", "balance", 9): f"{balance:.2f}" if balance else "",
+            ("÷ best", "rival", 8): f"{speed / rival.tokens_per_second:.2f}" if rival else "",
+            ("idle", "%", 6): f"{100 * one.idle:.1f}",
+            ("GB sent a", "inside", 10): f"{one.inside / 1e9:.2f}",
+            ("GPU and step", "between", 13): f"{one.between / 1e9:.2f}",
+            ("GiB", "needed", 8): f"{one.needed / 2**30:.1f}",
+            ("exposed", "exch. %", 9): f"{100 * one.seconds.exchange / one.seconds.total:.2f}",
+        }
+
+    rows = [(label(one), cells(one)) for one in comparison.found]
+    lines = [" " * width + "".join(f"{head[line]:>{head[2]}}" for head in rows[0][1]) for line in (0, 1)]
+    lines += [f"{name:{width}}" + "".join(f"{cell:>{head[2]}}" for head, cell in row.items()) for name, row in rows]
     lines.append(
         f"GiB: what torch holds, {MEMORY:.1%} as the farthest that a prediction was off, and {OUTSIDE / 2**30:.0f} for "
         "CUDA and NCCL"
@@ -255,11 +252,11 @@ def draw(
     progress: Progress,
 ) -> list[str]:
     """Write four pictures into the folder --pictures; returns their names."""
-    from deepspeed_cad.cli.picture import around, draw_curves, draw_step, sweep
+    from deepspeed_cad.cli.picture import draw_curves, draw_step
 
-    folder = make_folder(args.pictures)
-
-    def at(ranks: int, context: int, servers: int | None, modes: Sequence[str]) -> Comparison:
+    def at(
+        modes: Sequence[str], ranks: int = args.ranks, context: int = args.context, servers: int | None = None
+    ) -> Comparison:
         # Of hosts that differ, the smallest stands for all.
         size = setting.cluster.per_host if args.ranks_per_node else HOST
         other = replace(setting, cluster=Cluster(ranks, min(ranks, size), setting.machine))
@@ -269,25 +266,27 @@ def draw(
         rows = Rows(context, args.packing, args.micro_batches, args.batch)
         steps = make_steps(data, other, rows, SWEEP_STEPS)
         progress.tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))
-        return compare(
-            other, steps, modes, servers, None, lambda count: make_steps(data, other, rows, len(steps), count)
-        )
+        return compare(other, steps, modes, servers, fewer=partial(make_steps, data, other, rows, len(steps)))
 
-    curves: dict[str, tuple[str, list[int], Sequence[str], Callable[[int], Comparison]]] = {
-        "ranks": (
-            "GPUs", around(args.ranks, 2 * setting.sharing * setting.pipeline, (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)), names,
-            lambda one: at(one, args.context, None, names),
-        ),
-        "context": (
-            "tokens a GPU packs", around(args.context, 1024, (1 / 4, 1 / 2, 1, 2, 4)), names,
-            lambda one: at(args.ranks, one, None, names),
-        ),
-    }  # fmt: skip
+    folder, replica = make_folder(args.pictures), setting.sharing * setting.pipeline
+    ranks = {args.ranks * times // 8 for times in (1, 2, 4, 8, 16, 32) if args.ranks * times % 8 == 0}
+    context = {args.context * times // 4 for times in (1, 2, 4, 8, 16) if args.context * times % 4 == 0}
+    curves = {
+        "ranks": ("GPUs", [one for one in ranks if one >= 2 * replica], names),
+        "context": ("tokens a GPU packs", [one for one in context if one >= 1024], names),
+    }
     if setting.pipeline == 1 and setting.seats > 1:
-        counts = sorted({max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats})
-        both = ["cad reserved", "cad"]
-        curves["reserved"] = "reserved servers", counts, both, lambda one: at(args.ranks, args.context, one, both)
-    draw_step(comparison, str(folder / "step.png"))
-    for name, (over, values, modes, compared) in curves.items():
-        draw_curves(over, sweep(values, compared, modes), str(folder / f"{name}.png"))
-    return [str(folder / f"{name}.png") for name in ("step", *curves)]
+        servers = {max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats}
+        curves["servers"] = "reserved servers", list(servers), ["cad reserved", "cad"]
+    drawn = [str(folder / "step.png")]
+    draw_step(comparison, drawn[0])
+    for name, (over, values, modes) in curves.items():
+        points: dict[str, list[tuple[int, float]]] = {mode: [] for mode in modes}
+        for value in sorted(values):
+            with suppress(CADError):  # such as 12 ranks in groups of 8: a gap in the curve says it
+                for one in at(modes, **{name: value}).found:
+                    if one.fits:
+                        points[one.mode].append((value, one.tokens_per_second))
+        drawn.append(str(folder / f"{name.replace('servers', 'reserved')}.png"))
+        draw_curves(over, points, drawn[-1])
+    return drawn

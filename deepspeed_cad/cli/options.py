@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.bytes_held import activation_bytes, state_bytes
@@ -32,19 +31,25 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise CADConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1")
     CADConfig(tolerance=args.tolerance, keep=args.keep, recompute_attention=args.recompute_attention)
-    if args.offload_optimizer and args.sharding == "fsdp":
-        raise CADConfigError("--offload-optimizer with fsdp, which offloads weights too, is not foreseen")
-    count_forwards(args)
-    if args.packing in DEALT and args.micro_batches > 1:
-        raise CADConfigError(
-            f"--micro-batches with --packing {args.packing}, which says how many there are; leave it out"
-        )
-    if args.recompute_attention and args.pipeline > 1:
-        raise CADConfigError("--recompute-attention with --pipeline: CAD refuses that; leave one out")
-    if args.cost != "pairs" and not Path(args.cost).is_file():
-        raise CADConfigError(f"--cost: there is no file {args.cost}")
+    passes = [name.strip() for name in args.passes.split(",")]
+    for wrong, words in (
+        (args.offload_optimizer and args.sharding == "fsdp", "offload-optimizer with fsdp, which offloads weights too"),
+        (
+            passes.count("train") != 1 or not set(passes) <= {"train", "forward"},
+            f"passes is {args.passes!r}; expected train once, and forward as often as there is one",
+        ),
+        (len(passes) > 1 and args.pipeline > 1, "passes with --pipeline: forwards through stages are not foreseen"),
+        (
+            args.packing in DEALT and args.micro_batches > 1,
+            f"micro-batches with --packing {args.packing}, which says how many there are; leave it out",
+        ),
+        (args.recompute_attention and args.pipeline > 1, "recompute-attention with --pipeline, which CAD refuses"),
+        (args.cost != "pairs" and not Path(args.cost).is_file(), f"cost: there is no file {args.cost}"),
+    ):
+        if wrong:
+            raise CADConfigError(f"--{words}")
     wanted_modes(args)
-    make_cluster(args.ranks_per_node, args.ranks, read_machine(args))
+    make_cluster(args)
     # What cannot be written is said before the work, not behind it.
     if args.pictures:
         make_folder(args.pictures)
@@ -56,34 +61,19 @@ def check_options(args: argparse.Namespace) -> None:
         raise CADConfigError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"')
 
 
-def count_forwards(args: argparse.Namespace) -> int:
-    """Passes of a step without backward. Raises CADConfigError where --passes says something else."""
-    passes = [name.strip() for name in args.passes.split(",")]
-    if passes.count("train") != 1 or not set(passes) <= {"train", "forward"}:
-        raise CADConfigError(f"--passes is {args.passes!r}; expected train once, and forward as often as there is one")
-    if len(passes) > 1 and args.pipeline > 1:
-        raise CADConfigError("--passes with --pipeline: forwards through stages are not foreseen; leave one out")
-    return len(passes) - 1
-
-
-def read_machine(args: argparse.Namespace) -> Machine:
-    machine = Machine.load(args.machine)
-    machine = machine.with_links(_speed(args.link_inside, "inside"), _speed(args.link_between, "between"))
-    if args.memory is None:
-        return machine
-    if not 0 < args.memory < float("inf"):
-        raise CADConfigError(f"--memory is {args.memory}; expected GiB above 0")
-    return replace(machine, memory=args.memory * 2**30)
-
-
 def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
     """The setting that the options describe; raises CADConfigError that names the option."""
+    from deepspeed_cad.profiles.profile import SHIPPED  # brings torch
+
     check_split(model, args.ranks, args.tensor, args.pipeline, args.sequence)
-    machine = read_machine(args)
+    cluster = make_cluster(args)
+    machine, own = cluster.machine, args.cost == "pairs"
+    path, times = (SHIPPED / machine.profile, machine.attention) if own else (args.cost, 1.0)
+    cost = read_cost(str(path), seat_shape(model, args.tensor * args.sequence))
     setting = Setting(
         model=model,
-        cluster=make_cluster(args.ranks_per_node, args.ranks, machine),
-        cost=_cost(args.cost, machine, model, args.tensor * args.sequence),
+        cluster=cluster,
+        cost=replace(cost, **{name: times * getattr(cost, name) for name in ("pair", "row", "key", "task")}),
         tensor=args.tensor,
         sequence=args.sequence,
         pipeline=args.pipeline,
@@ -95,7 +85,7 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         offload_optimizer=args.offload_optimizer,
         loss="chunked" if args.loss == "chunked" else "whole",
         deals=args.packing not in DEALT,
-        forwards=count_forwards(args),
+        forwards=args.passes.count(","),
     )
     if args.loss == "auto":
         kept = replace(setting, keep="device", recompute_attention=False)
@@ -105,10 +95,17 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
     return setting
 
 
-def make_cluster(given: str | None, ranks: int, machine: Machine) -> Cluster:
-    """Hosts as --ranks-per-node says: so many GPUs each, or a list of them."""
-    if given is None:
-        return Cluster(ranks, min(ranks, HOST), machine)
+def make_cluster(args: argparse.Namespace) -> Cluster:
+    """Hosts as --ranks-per-node says: so many GPUs each, or a list of them; links and memory as given."""
+    links = {"--link-inside": args.link_inside, "--link-between": args.link_between, "--memory": args.memory}
+    for name, value in links.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise CADConfigError(f"{name} is {value}; expected {'GiB' if name == '--memory' else 'GB/s'} above 0")
+    speeds = (value and value * 1e9 for value in (args.link_inside, args.link_between))
+    machine = Machine.load(args.machine).with_links(*speeds)
+    if args.memory is not None:
+        machine = replace(machine, memory=args.memory * 2**30)
+    given, ranks = args.ranks_per_node or str(HOST), args.ranks
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
         raise CADConfigError(f"--ranks-per-node is {given!r}; expected a number of GPUs, or a list such as 8,8,4")
@@ -144,23 +141,3 @@ def make_folder(given: str) -> Path:
     except OSError as error:
         raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
     return folder
-
-
-def _speed(given: float | None, where: str) -> float | None:
-    if given is None:
-        return None
-    if not 0 < given < float("inf"):
-        raise CADConfigError(f"--link-{where} is {given}; expected GB/s above 0")
-    return given * 1e9
-
-
-def _cost(given: str, machine: Machine, model: ModelShape, tensor: int) -> CostModel:
-    """The attention cost of one head group: of the profile that is given, or the machine's own."""
-    from deepspeed_cad.profiles.profile import SHIPPED  # brings torch
-
-    path = str(SHIPPED / machine.profile) if given == "pairs" else given
-    cost = read_cost(path, seat_shape(model, tensor))
-    if cost.unit != "seconds":
-        raise CADConfigError(f"--cost: {given} counts {cost.unit}; steps are foreseen from a profile in seconds")
-    times = machine.attention if given == "pairs" else 1.0
-    return replace(cost, **{name: times * getattr(cost, name) for name in ("pair", "row", "key", "task")})

@@ -5,7 +5,7 @@ In: a plan, outlooks of steps, or a `Comparison` of modes; where to write. Out: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,28 +64,6 @@ def draw_evenness(steps: Sequence[Mapping[str, float]], path: str) -> None:
     names = {"without CAD": "imbalance_before", "with CAD": "imbalance"}
     lines = {name: [(number, one[key]) for number, one in enumerate(steps)] for name, key in names.items()}
     _draw_lines(lines, ["#9aa0ab", "#2a6fdb"], path, "step", "max/mean")
-
-
-def sweep(
-    values: Sequence[int], at: Callable[[int], Comparison], modes: Sequence[str]
-) -> dict[str, list[tuple[int, float]]]:
-    """By mode: the values at which it runs and fits, and its tokens per second and GPU there."""
-    curves: dict[str, list[tuple[int, float]]] = {mode: [] for mode in modes}
-    for value in values:
-        try:
-            comparison = at(value)
-        except CADError:
-            continue  # such as 12 ranks in groups of 8: a gap in the curve says it
-        for mode in modes:
-            found = comparison.of(mode)
-            if found is not None and found.fits:
-                curves[mode].append((value, found.tokens_per_second))
-    return curves
-
-
-def around(value: int, least: int, times: Sequence[float]) -> list[int]:
-    """Whole multiples and parts of a value, at least `least`, ascending."""
-    return sorted({int(value * one) for one in times if value * one >= least and value * one == int(value * one)})
 
 
 def draw_curves(over: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: str) -> None:

@@ -19,6 +19,8 @@ from deepspeed_cad.forecast.packing import NAMED, PACKINGS
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.question import KEYS, read_question
 
+LARGEST = 1 << 26
+"""Bytes: no question is larger, and a data set is not read as a whole."""
 _EPILOG = "\n".join(
     [
         "Packing:",
@@ -36,7 +38,8 @@ _EPILOG = "\n".join(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "input",
         metavar="IN",
         nargs="+",
@@ -44,130 +47,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lengths (a JSON list, or a line each: a number, or prompt and answer); the name of a distribution (below); "
         "or one .json file with a question: the documents of one micro-batch and the heads of a layer",
     )
-    parser.add_argument("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
-    parser.add_argument("--json", action="store_true", help="the answer as JSON on stdout: --output -")
-    parser.add_argument("--plot", metavar="OUT.png", help="where to draw it (needs matplotlib)")
-    data = parser.add_argument_group("for a data set")
-    data.add_argument("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
-    data.add_argument(
+    add("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
+    add("--json", action="store_true", help="the answer as JSON on stdout: --output -")
+    add("--plot", metavar="OUT.png", help="where to draw it (needs matplotlib)")
+    add = parser.add_argument_group("for a data set").add_argument
+    add("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
+    add(
         "--field",
         help="the column with text, chat messages or token ids, or several, as in prompt,answer (default: the first of "
         f"{', '.join(FIELDS)})",
     )
-    data.add_argument("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
-    data.add_argument("--packing", default="in_order", choices=tuple(PACKINGS), help="see below (default: in_order)")
-    data.add_argument(
-        "--batch", type=int, default=1,
-        help="documents of a row with --packing none, of a GPU and step with by_length and by_work (default: 1)",
-    )  # fmt: skip
-    data.add_argument(
-        "--passes", default="train", metavar="PASS[,PASS...]",
+    add("--context", type=int, default=65536, help="tokens packed on each GPU (default: 65536)")
+    add("--packing", default="in_order", choices=tuple(PACKINGS), help="see below (default: in_order)")
+    of_batch = "documents of a row with --packing none, of a GPU and step with by_length and by_work (default: 1)"
+    add("--batch", type=int, default=1, help=of_batch)
+    add(
+        "--passes",
+        default="train",
+        metavar="PASS[,PASS...]",
         help="of a step over the same micro-batches: train, and forward for each without backward, such as "
         "log-probabilities of the old policy and of a reference: train,forward,forward (default: train)",
-    )  # fmt: skip
-    data.add_argument("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
-    data.add_argument("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
-    data.add_argument(
-        "--pictures",
-        metavar="FOLDER",
-        help="where to draw throughput over GPUs, context and reserved servers, and a step (needs matplotlib)",
     )
-    cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
-    cluster.add_argument(
-        "--ranks-per-node", metavar="N[,N...]", help="GPUs of every host, or of each, as in 8,8,4 (default: 8)"
-    )
-    cluster.add_argument(
-        "--link-inside", type=float, metavar="GB/S", help="what a GPU gets from GPUs of its host (default: machine's)"
-    )
-    cluster.add_argument(
-        "--link-between", type=float, metavar="GB/S", help="what it gets from other hosts (default: machine's: 50)"
-    )
-    cluster.add_argument(
-        "--machine", default="h200", help="h200, h100, a100, b200, or a JSON file like theirs (default: h200, measured)"
-    )
-    cluster.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: the machine's)")
-    cluster.add_argument(
-        "--cost", default="pairs", help="the file of a profile (default, or pairs: the machine's own profile)"
-    )
-    train = parser.add_argument_group("training")
-    train.add_argument(
+    add("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
+    add("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
+    of_pictures = "where to draw throughput over GPUs, context and reserved servers, and a step (needs matplotlib)"
+    add("--pictures", metavar="FOLDER", help=of_pictures)
+    add = parser.add_argument_group("the cluster").add_argument
+    add("--ranks", type=int, default=8, help="GPUs (default: 8)")
+    add("--ranks-per-node", metavar="N[,N...]", help="GPUs of every host, or of each, as in 8,8,4 (default: 8)")
+    inside = "what a GPU gets from GPUs of its host (default: machine's)"
+    add("--link-inside", type=float, metavar="GB/S", help=inside)
+    add("--link-between", type=float, metavar="GB/S", help="what it gets from other hosts (default: machine's: 50)")
+    machines = "h200, h100, a100, b200, or a JSON file like theirs (default: h200, measured)"
+    add("--machine", default="h200", help=machines)
+    add("--memory", type=float, metavar="GIB", help="of one GPU (default: the machine's)")
+    add("--cost", default="pairs", help="the file of a profile (default, or pairs: the machine's own profile)")
+    add = parser.add_argument_group("training").add_argument
+    add(
         "--model",
         help="a checkpoint's name, folder or config.json, or a shape: llama-8b (default), llama-34b or -70b, "
         "qwen3.5-9b",
     )
-    train.add_argument(
-        "--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights (default: zero3)"
-    )
-    train.add_argument("--tensor", type=int, default=1, help="tensor-parallel GPUs, beside which CAD runs (default: 1)")
-    train.add_argument("--sequence", type=int, default=1, help="GPUs of Ulysses inside which CAD attends (default: 1)")
-    train.add_argument("--pipeline", type=int, default=1, help="pipeline stages; ZeRO-1 then (default: 1)")
-    train.add_argument("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
-    train.add_argument("--no-checkpointing", action="store_true", help="keep all activations (default: checkpointing)")
-    train.add_argument(
-        "--offload-optimizer", action="store_true", help="the optimizer in the host's memory (default: on the GPU)"
-    )
-    train.add_argument(
+    shardings = ("zero1", "zero2", "zero3", "fsdp")
+    add("--sharding", default="zero3", choices=shardings, help="of weights (default: zero3)")
+    add("--tensor", type=int, default=1, help="tensor-parallel GPUs, beside which CAD runs (default: 1)")
+    add("--sequence", type=int, default=1, help="GPUs of Ulysses inside which CAD attends (default: 1)")
+    add("--pipeline", type=int, default=1, help="pipeline stages; ZeRO-1 then (default: 1)")
+    add("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
+    add("--no-checkpointing", action="store_true", help="keep all activations (default: checkpointing)")
+    on_host = "the optimizer in the host's memory (default: on the GPU)"
+    add("--offload-optimizer", action="store_true", help=on_host)
+    add(
         "--loss",
         default="auto",
         choices=("auto", "whole", "chunked"),
         help="whole: transformers' own, with all logits of a row in fp32; chunked: as Liger or TRL compute it; auto "
         "(default): whole where plain training fits so",
     )
-    train.add_argument("--recompute-attention", action="store_true", help="as in the cad block (default: no)")
-    train.add_argument(
-        "--keep",
-        choices=("device", "host"),
-        default="device",
-        help="as in the cad block (default: device, and host where CAD fits only so)",
-    )
-    train.add_argument("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
-    train.add_argument(
-        "--reserve", default="auto", help='GPUs that only serve attention: a number, "auto" (default) or "none"'
-    )
-    train.add_argument("--modes", help="which modes, comma-separated (default: all)")
+    add("--recompute-attention", action="store_true", help="as in the cad block (default: no)")
+    keep = "as in the cad block (default: device, and host where CAD fits only so)"
+    add("--keep", choices=("device", "host"), default="device", help=keep)
+    add("--tolerance", type=float, default=0.05, help="as in the cad block (default: 0.05)")
+    add("--reserve", default="auto", help='GPUs that only serve attention: a number, "auto" (default) or "none"')
+    add("--modes", help="which modes, comma-separated (default: all)")
 
 
 def main(args: argparse.Namespace) -> int:
-    if len(args.input) == 1 and Path(args.input[0]).suffix == ".json":
-        fields = _question(Path(args.input[0]), args.field)
-        if fields is not None:
-            return _plan_one(fields, args)
+    path = Path(args.input[0])
+    fields = _read_question(path) if len(args.input) == 1 and path.suffix == ".json" and not path.is_dir() else None
+    if fields is not None:
+        return _plan_one(fields, args)
     from deepspeed_cad.cli.foresee import foresee_steps
 
     return foresee_steps(args)
 
 
-def _question(path: Path, field: str | None) -> dict[str, Any] | None:
-    """The question that a .json file holds, or None where it is a data set: a list of records, or one on each line."""
-    if path.is_dir():
-        return None
+def _read_question(path: Path) -> dict[str, Any] | None:
+    """The question that a .json file holds, or None where it is a data set: a list, records, or one on each line."""
     try:
-        with path.open(encoding="utf-8") as file:
-            first = next((line for line in file if line.strip()), "[")
-            if first.lstrip().startswith("[") or (_is_object(first) and any(line.strip() for line in file)):
-                return None
-            file.seek(0)
-            fields = json.load(file)
+        text = path.read_text(encoding="utf-8", errors="replace") if path.stat().st_size <= LARGEST else "["
+        fields = json.loads(text)
     except OSError as error:
         raise CADConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except json.JSONDecodeError as error:
+        if not text.lstrip().startswith("{") or error.msg == "Extra data":
+            return None
         raise CADConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict) or not KEYS.keys().isdisjoint(fields):
-        return fields
-    if any(name in fields for name in (*FIELDS, field)):
-        return None
-    raise CADConfigError(
-        f"{path} is one object with the keys {', '.join(fields) or 'none'}: neither a question (its keys: "
-        f"{', '.join(KEYS)}) nor a data set (a list of records, or one record on each line)"
-    )
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
-        return False
+    return fields if isinstance(fields, dict) and not KEYS.keys().isdisjoint(fields) else None
 
 
 def _plan_one(fields: Any, args: argparse.Namespace) -> int:

@@ -55,6 +55,12 @@ class Distribution:
     quantiles: tuple[tuple[float, int], ...]
     """(share of documents, length that this share does not exceed), ascending, from 0.0 to 1.0."""
 
+    @property
+    def mean(self) -> float:
+        """Tokens of a document."""
+        pairs = zip(self.quantiles, self.quantiles[1:])
+        return sum((end - begin) * (high - low) / math.log(high / low) for (begin, low), (end, high) in pairs)
+
     def draw(self, tokens: int, seed: int = 0, longest: int | None = None) -> list[int]:
         """Documents of at least so many tokens together, none longer than `longest`."""
         random = np.random.default_rng(seed)

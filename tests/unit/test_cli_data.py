@@ -64,47 +64,51 @@ def plan(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def _write(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
-    path = folder / name
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _texts(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.mkdir()
+    for row in rows:
+        (path / f"{row['id']}.py").write_text(row["text"].replace(" ", "\n\n"))
+
+
+def _hub(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.mkdir()
     table = datasets.Dataset.from_list(rows)
-    if name == "list.json":
-        path.write_text(json.dumps(rows))
-    elif name == "indented.json":
-        path.write_text(json.dumps(rows, indent=2))
-    elif name in ("lines.json", "lines.jsonl", "lines.ndjson"):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif name == "lines.jsonl.gz":
-        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    elif name == "table.parquet":
-        table.to_parquet(path)
-    elif name == "table.csv":
-        table.to_csv(path)
-    elif name == "table.tsv":
-        table.to_csv(path, sep="\t")
-    elif name == "saved":
-        table.save_to_disk(path)
-    elif name == "saved_splits":
-        datasets.DatasetDict(test=table.select([0]), train=table).save_to_disk(path)
-    elif name == "folder":
-        path.mkdir()
-        table.to_parquet(path / "train-00000-of-00001.parquet")
-        table.select([0]).to_parquet(path / "test-00000-of-00001.parquet")
-    elif name == "blank_lines.txt":
-        path.write_text("\n\n".join(row["text"] for row in rows))
-    elif name == "texts":
-        path.mkdir()
-        for row in rows:
-            (path / f"{row['id']}.py").write_text(row["text"].replace(" ", "\n\n"))
-    return path
+    table.to_parquet(path / "train-00000-of-00001.parquet")
+    table.select([0]).to_parquet(path / "test-00000-of-00001.parquet")
 
 
-FORMATS = (
-    "list.json indented.json lines.json lines.jsonl lines.ndjson lines.jsonl.gz table.parquet table.csv table.tsv "
-    "saved saved_splits folder blank_lines.txt texts"
-)
+def _splits(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict(test=table.select([0]), train=table).save_to_disk(path)
 
 
-@pytest.mark.parametrize("name", FORMATS.split())
+FORMATS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "list.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "indented.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2)),
+    "lines.json": lambda path, rows: path.write_text(_lines(rows)),
+    "lines.jsonl": lambda path, rows: path.write_text(_lines(rows)),
+    "lines.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(_lines(rows).encode())),
+    "table.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
+    "table.csv": lambda path, rows: datasets.Dataset.from_list(rows).to_csv(path),
+    "table.tsv": lambda path, rows: datasets.Dataset.from_list(rows).to_csv(path, sep="\t"),
+    "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(path),
+    "saved_splits": _splits,
+    "folder": _hub,
+    "blank_lines.txt": lambda path, rows: path.write_text("\n\n".join(row["text"] for row in rows)),
+    "texts": _texts,
+}
+
+
+def _write(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
+    FORMATS[name](folder / name, rows)
+    return folder / name
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_lengths(tmp_path: Path, plan: Callable[..., Any], name: str) -> None:
     code, answer, said = plan(_write(tmp_path, name))
     assert code == 0, said
@@ -122,14 +126,6 @@ def test_several_files_and_patterns(tmp_path: Path, plan: Callable[..., Any]) ->
     assert code == 2 and "does not exist or fits no file" in said
 
 
-@pytest.mark.parametrize("name", ["list.json", "table.parquet", "saved"])
-def test_an_unknown_field_is_an_error_that_lists_the_fields(
-    tmp_path: Path, plan: Callable[..., Any], name: str
-) -> None:
-    code, _, said = plan(_write(tmp_path, name), "--field", "nosuch")
-    assert code == 2 and "no field 'nosuch'; its fields: id, text. Choose one with --field" in said
-
-
 def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Callable[..., Any]) -> None:
     rows = [{"text": "w " * 30, "input_ids": [1] * 50, "body": "w " * 60} for _ in range(8)]
     path = _write(tmp_path, "table.parquet", rows)
@@ -137,8 +133,9 @@ def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Callable[..., Any]) -> 
     assert plan(path, "--field", "body")[1]["longest"] == 60
     code, _, said = plan(path, "--field", "body", tokenize=False)
     assert code == 2 and "--tokenizer" in said
-    other = _write(tmp_path, "list.json", [{"body": "w"}])
-    code, _, said = plan(other)
+    code, _, said = plan(path, "--field", "nosuch")
+    assert code == 2 and "no field 'nosuch'; its fields: text, input_ids, body. Choose one with --field" in said
+    code, _, said = plan(_write(tmp_path, "list.json", [{"body": "w"}]))
     assert code == 2 and "none of input_ids, text, messages; its fields: body" in said
 
 
@@ -179,9 +176,7 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[...,
     [
         ("broken.jsonl", '{"text": "a"}\n{"text"\n', "broken.jsonl cannot be read: "),
         ("empty.jsonl", "", "empty.jsonl is empty: it holds neither documents nor lengths"),
-        ("empty.json", "\n", "empty.json is empty"),
         ("none.json", "[]", "none.json is empty"),
-        ("some.json", '[4, "x"]', "some.json, entry 1: 'x'; expected the tokens of a document"),
         ("a.parquet", "not Parquet", "a.parquet cannot be read: "),
         (
             "holes.jsonl",
@@ -191,8 +186,7 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[...,
         ("numbers.jsonl", '{"text": 3}\n', "row 0: 'text' is int '3'; expected text, token ids or chat messages"),
         ("blank.jsonl", '{"text": ""}\n', "blank.jsonl holds no documents"),
         ("binary.bin", "\udcff", "binary.bin cannot be read: UnicodeDecodeError"),
-        ("one.json", '{"rows": [1]}', "one object with the keys rows: neither a question"),
-        ("text.json", "hello", "is not JSON"),
+        ("one.json", '{"rows": [1]}', "one.json has none of input_ids, text, messages; its fields: rows"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(
@@ -203,36 +197,31 @@ def test_what_cannot_be_read_is_one_line(
     assert code == 2 and answer is None and said in shown and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["table.parquet", "lines.jsonl", "texts"])
+@pytest.mark.parametrize("kind", ["table.parquet", "texts"])
 def test_a_file_of_a_folder_that_cannot_be_read_is_left_out_and_counted(
     tmp_path: Path, plan: Callable[..., Any], kind: str
 ) -> None:
     folder = tmp_path / "data"
-    folder.mkdir()
     if kind == "texts":
-        _write(folder, "texts")
-        for bad in range(2):
-            (folder / f"{bad}.bin").write_bytes(b"\xff\xfe\xfa")
+        _write(tmp_path, "texts").rename(folder)
+        bad = [folder / "0.bin", folder / "1.bin"]
     else:
-        end = kind.rpartition(".")[2]
-        for part in range(2):
-            _write(folder, kind).rename(folder / f"train-{2 * part}.{end}")
-            (folder / f"train-{2 * part + 1}.{end}").write_bytes(b"PAR1 of another kind {")
+        folder.mkdir()
+        _write(folder, kind).rename(folder / "train-0.parquet")
+        bad = [folder / "train-1.parquet", folder / "train-2.parquet"]
+    for path in bad:
+        path.write_bytes(b"\xff\xfe of another kind {")
     code, answer, said = plan(folder)
-    assert code == 0 and answer["documents"] == len(LENGTHS) * (1 if kind == "texts" else 2), said
+    assert code == 0 and answer["documents"] == len(LENGTHS), said
     assert len(answer["skipped"]) == 2 and "cannot be read: " in answer["skipped"][0]
     assert f"\n2 files skipped, the first: {answer['skipped'][0]}\n" in said
-    for good in folder.rglob("*0.*" if kind != "texts" else "*.py"):
-        good.write_bytes(b"\xff")
-    for good in folder.rglob("*2.*"):
+    for good in set(folder.iterdir()) - set(bad):
         good.write_bytes(b"\xff")
     code, _, said = plan(folder)
     assert code == 2 and "holds no documents; " in said and " files cannot be read, the first: " in said
-
-
-def test_an_empty_folder(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    (tmp_path / "nothing").mkdir()
-    code, _, said = plan(tmp_path / "nothing")
+    for path in folder.iterdir():
+        path.unlink()
+    code, _, said = plan(folder)
     assert code == 2 and "holds no files" in said
 
 
@@ -295,57 +284,44 @@ def test_rows_are_those_of_trl(strategy: str) -> None:
 
 def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> None:
     lengths = [12000, 6000, 6000, *[400] * 10, 4000, 3000] * 4 + [7456]  # 18 rows of 8192
-    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in lengths])
-    answers = {
-        how: plan(path, "--packing", how, "--context", 8192)
-        for how in ("in_order", "spanning", "zigzag", "bfd", "bfd_split", "wrapped")
-    }
-    for how, (code, answer, said) in answers.items():
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    balances = {}
+    for how in ("in_order", "spanning", "zigzag", "bfd", "bfd_split", "wrapped"):
+        words = (tmp_path / "lengths.json", "--packing", how, "--context", 8192, "--modes", "plain,cad")
+        code, answer, said = plan(*words, tokenize=False)
         assert code == 0 and answer["packing"] == how and f"packed {how}" in said
-    for how in ("spanning", "zigzag"):
-        _, answer, said = answers[how]
-        assert "plain" not in [one["mode"] for one in answer["modes"]], "it would cut documents"
-        assert "another computation" in answer["left_out"]["plain"] and "÷ plain" in said
-    balances = {
-        how: next(one["balance"] for one in answers[how][1]["modes"] if one["mode"] == "cad")
-        for how in ("wrapped", "in_order", "bfd", "bfd_split")
-    }
+        modes = {one["mode"]: one["balance"] for one in answer["modes"]}
+        if how in ("spanning", "zigzag"):
+            assert "plain" not in modes and "another computation" in answer["left_out"]["plain"]
+        else:
+            balances[how] = modes["cad"]
     even = balances.pop("wrapped")
     assert 0.97 < even <= 1.001 and all(balance > even + 0.01 for balance in balances.values()), balances
-    with pytest.raises(SystemExit):
-        plan(path, "--packing", "tight")
 
 
-UNEVEN = [*[8192, *[512] * 16] * 4, 1]
-"""Four steps of two rows of 8192: one document, and sixteen; and the begin of another step."""
-
-
-@pytest.fixture
-def uneven(tmp_path: Path, plan: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    path = _write(tmp_path, "table.parquet", [{"input_ids": [1] * length} for length in UNEVEN])
+def test_options_reach_the_plan(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    """Four steps of two rows: one document, and sixteen; and the begin of another step."""
+    (tmp_path / "lengths.json").write_text(json.dumps([*[8192, *[512] * 16] * 4, 1]))
 
     def run(*words: str | Path) -> dict[str, Any]:
-        code, answer, said = plan(path, "--context", 8192, *words)
+        code, answer, said = plan(
+            tmp_path / "lengths.json", "--context", 8192, "--modes", "plain,cad", *words, tokenize=False
+        )
         assert code == 0, said
         return answer
 
-    return run
-
-
-def test_every_option_reaches_the_plan(tmp_path: Path, uneven: Callable[..., dict[str, Any]]) -> None:
-    usual = uneven()
-    assert len(usual["steps"]) == 4 and len(uneven("--steps", 1)["steps"]) == 1
+    usual = run()
+    assert len(usual["steps"]) == 4 and len(run("--steps", "1")["steps"]) == 1
     assert (usual["ranks"], usual["context"]) == (2, 8192)
     before, after = usual["steps"][0]["imbalance_before"], usual["steps"][0]["imbalance"]
-    assert before > 1.6 and after <= 1.05 < 1.15 < uneven("--tolerance", 0.5)["steps"][0]["imbalance"]
+    assert before > 1.6 and after <= 1.05 < 1.15 < run("--tolerance", "0.5")["steps"][0]["imbalance"]
     transformers.GPT2Config().save_pretrained(tmp_path)
-    modes = (answer["modes"] for answer in (uneven("--model", tmp_path), usual))
-    small, large = (next(one["balance"] for one in found if one["mode"] == "cad") for found in modes)
+    small, large = (answer["modes"][-1]["balance"] for answer in (run("--model", tmp_path), usual))
     assert small > large > 1.0, "attention is a larger share of a small model"
     shape = {"query_heads": 32, "groups": 8, "head_dim": 128, "value_dim": 128, "bytes_per_element": 2}
     entry = {"shape": shape, "pair": 1e-11, "row": 0.0, "key": 0.0, "task": 1e-3}  # every task costs a long document
     (tmp_path / "profile.json").write_text(json.dumps({"machine": "x", "kernel": "y", "entries": [entry]}))
-    assert uneven("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
+    assert run("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
 
 
 def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
@@ -374,24 +350,17 @@ SHAPE = {
         (LLAMA, {}),
         (LLAMA | {"head_dim": 32}, {"head_dim": 32}),
         (
-            {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99},
-            {"intermediate": 256, "kv_heads": 8},
-        ),
-        (
             {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99, "n_inner": 100},
             {"intermediate": 100, "kv_heads": 8},
         ),
         ({"model_type": "qwen2_5_vl", "text_config": LLAMA | {"model_type": "qwen2_5_vl_text"}}, {}),
-        ({"model_type": "llava", "text_config": LLAMA}, {}),
-        (LLAMA | {"model_type": "of_our_own"}, {}),
         ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
     ],
-    ids=["llama", "head_dim", "gpt2", "gpt2_inner", "images", "images_llama", "unknown", "unknown_text_config"],
+    ids=["llama", "head_dim", "gpt2", "images", "unknown"],
 )
 def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change
-    assert vars(read_model_shape(str(tmp_path / "config.json"))) == SHAPE | change
 
 
 @pytest.mark.parametrize(
@@ -401,7 +370,6 @@ def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: di
         ("jamba", "its experts"),
         ("llama4", "36 of 48 layers (chunked_attention) and its experts"),
         ("gpt_oss", "18 of 36 layers (sliding_attention) and its experts"),
-        ("mistral3", ""),
     ],
 )
 def test_supported_models_are_read_and_what_is_not_foreseen_is_said(tmp_path: Path, kind: str, said: str) -> None:
@@ -442,7 +410,10 @@ def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str],
         (None, "cannot be read: No such file"),
         ("{", "is not JSON"),
         ("[]", "holds a list"),
-        ('{"model_type": "of_our_own"}', "has no num_attention_heads (model_type 'of_our_own' is not known here)"),
+        (
+            '{"model_type": "of_our_own"}',
+            "no attribute 'num_attention_heads' (model_type 'of_our_own' is not known here)",
+        ),
         ('{"model_type": "of_our_own", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
     ],
 )

@@ -19,12 +19,10 @@ from deepspeed_cad import profiles
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting
 from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.question import read_question
 
 GOOD: dict[str, Any] = {
     "documents": [30000, 0, 500, 20000, 15000],
@@ -46,85 +44,49 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "QUIET", 1e6)
 
 
-def run(tmp_path: Path, fields: Any, *more: str) -> tuple[int, dict[str, Any]]:
-    source, target = tmp_path / "in.json", tmp_path / "out.json"
-    source.write_text(json.dumps(fields))
-    code = main(["plan", str(source), "--output", str(target), *more])
-    return code, json.loads(target.read_text()) if target.exists() else {}
+def plan(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    """Exit code and all that was said."""
+    code = main(["plan", *map(str, words)])
+    return code, "".join(capsys.readouterr())
 
 
 def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(tmp_path, GOOD)
-    loads = np.array(out["load"]) / np.mean(out["load"])
-    said = "".join(capsys.readouterr())
+    pytest.importorskip("matplotlib")
+    source, target, picture = tmp_path / "in.json", tmp_path / "out.json", tmp_path / "out.png"
+    source.write_text(json.dumps(GOOD))
+    code, said = plan(capsys, source, "--output", target, "--plot", picture)
+    out = json.loads(target.read_text())
+    load = np.array(out["load"])
+    loads = load / load.mean()
     assert code == 0 and f"-> {loads.max():.3f}, min/mean {loads.min():.3f}; moved" in said
     assert set(out) >= {"tasks", "load", "sent_bytes", "received_bytes", "planning_ms"}
     tasks = np.array(out["tasks"])
     assert 1 not in tasks[:, 0] and tasks[:, 0].max() == 4
     tasks[tasks[:, 0] > 1, 0] -= 1
     check_coverage(tasks, Layout.from_stream(GOOD["documents"], 4, 16384).tick(), 4)
-    load = np.array(out["load"])
-    assert load.max() <= 1.02 * load.mean() and load.min() >= 0.98 * load.mean()
-    assert sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
-
-
-def test_a_plan_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.json").write_text(json.dumps(GOOD))
-    assert main(["plan", str(tmp_path / "in.json"), "--output", "-"]) == 0
-    assert "tasks" in json.loads(capsys.readouterr().out)
-    assert main(["plan", str(tmp_path / "in.json")]) == 0
-    shown = capsys.readouterr()
-    assert "max/mean" in shown.out and not shown.err
-    assert main(["plan", str(tmp_path / "in.json"), "--output", str(tmp_path / "none" / "out.json")]) == 2
-    assert "out.json cannot be written: No such file" in "".join(capsys.readouterr())
+    assert loads.max() <= 1.02 and loads.min() >= 0.98 and sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert main(["plan", str(source), "--output", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"] == out["tasks"]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("content", "words"),
     [
-        ({"heads": 0}, "heads is 0"),
-        ({"tolerence": 0.1}, "did you mean 'tolerance'"),
-        ({"documents": [100000]}, "do not fit"),
-        ({"cost": "nothing.json"}, "cost is 'nothing.json'"),
-        ({"ranks": [[1]]}, "both given"),
+        (json.dumps(GOOD | {"heads": 0}), "heads is 0"),
+        (json.dumps(GOOD | {"tolerence": 0.1}), "did you mean 'tolerance'"),
+        (json.dumps(GOOD | {"documents": [100000]}), "do not fit"),
+        ("{", "is not JSON"),
+        (None, "in.json cannot be read"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+def test_a_bad_question_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
 ) -> None:
-    code, out = run(tmp_path, GOOD | change)
-    said = "".join(capsys.readouterr())
-    assert code == 2 and not out and words in said and "Traceback" not in said
-
-
-def test_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(tmp_path / "none.json")]) == 2
-    assert "none.json cannot be read" in "".join(capsys.readouterr())
-    (tmp_path / "bad.json").write_text("{")
-    assert main(["plan", str(tmp_path / "bad.json")]) == 2
-    assert "is not JSON" in "".join(capsys.readouterr())
-    assert main(["plan", str(tmp_path / "none.jsonl")]) == 2
-    with pytest.raises(CADConfigError, match="holds a list"):
-        read_question([])
-
-
-def test_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code, _ = run(tmp_path, GOOD, "--plot", str(tmp_path / "out.png"))
-    assert code == 0 and (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_token_ids_as_jsonl_need_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, target = tmp_path / "data.jsonl", tmp_path / "out.json"
-    lengths = [900, 10, 20, 500, 1000, 30, 40, 60, 1000, 20, 300, 700, 200, 800]
-    data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
-    words = ["plan", str(data), "--ranks", "2", "--context", "1024", "--output", str(target)]
-    assert main(words) == 0
-    out = json.loads(target.read_text())
-    assert out["documents"] == 14 and out["tokens"] == sum(lengths) and out["gain"] > 0.5
-    assert "rows of 1024 tokens packed in_order are" in "".join(capsys.readouterr())
-    assert main([*words[:3], "100", *words[4:]]) == 2
-    assert "do not fill one step" in "".join(capsys.readouterr())
+    if content is not None:
+        (tmp_path / "in.json").write_text(content)
+    code, said = plan(capsys, tmp_path / "in.json")
+    assert code == 2 and words in said and said.count("\n") == 1
 
 
 def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +110,12 @@ def test_documents_of_a_forecast_are_dealt_out(padded: bool, trainers: int | Non
     rows = [[900, 40], [30, 20], [500, 10], [70, 60]]
     step = [Layout.from_rank_lengths(one) for one in (rows, rows[::-1])]
     if padded:
-        step = [
-            replace(one, tokens=np.array([max(row) * len(row) for row in of]))
-            for one, of in zip(step, (rows, rows[::-1]))
-        ]
+        most = np.array([max(row) * len(row) for row in rows])
+        step = [replace(one, tokens=tokens) for one, tokens in zip(step, (most, most[::-1]))]
     setting = Setting(SHAPES["llama-8b"], Cluster(4, 4, Machine.load("h200")), CostModel(unit="seconds", pair=1e-12))
     assert deal_out(setting, step, trainers) is step
     dealt = deal_out(replace(setting, deals=True), step, trainers)
-    lengths = [
-        np.bincount(one.segments.document, one.segments.end - one.segments.begin) for one in dealt
-    ]  # of whole documents
+    lengths = [np.bincount(one.segments.document, one.segments.end - one.segments.begin) for one in dealt]
     assert sorted(np.concatenate(lengths)) == sorted(
         np.concatenate([one.segments.end[one.segments.rank < (trainers or 4)] for one in step])
     )
@@ -169,43 +127,36 @@ def test_documents_of_a_forecast_are_dealt_out(padded: bool, trainers: int | Non
 
 def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Hosts and links reach the planner: the slower the link between hosts, the less moves there and is gained."""
-    data, target = tmp_path / "data.jsonl", tmp_path / "out.json"
-    lengths = [60000, *[3000] * 20, 50000, *[2000] * 33, *[1000] * 130]
-    data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
-    words = ["plan", str(data), "--ranks", "4", "--context", "65536", "--output", str(target), "--packing", "in_order"]
-    profile = str(Path(profiles.__file__).parent / "h200_flash_attn_4.json")
-    found = []
+    data, target = tmp_path / "lengths.json", tmp_path / "out.json"
+    data.write_text(json.dumps([60000, *[3000] * 20, 50000, *[2000] * 33, *[1000] * 130]))
+    profile = Path(profiles.__file__).parent / "h200_flash_attn_4.json"
+    words = [data, "--ranks", "4", "--output", target, "--cost", profile, "--ranks-per-node", "3,1"]
+    found, rates = [], []
     for speed in ("100", "3", "0.001"):
-        more = ["--cost", profile, "--ranks-per-node", "3,1", "--link-inside", "300", "--link-between", speed]
-        assert main([*words, *more]) == 0
+        code, said = plan(capsys, *words, "--link-inside", "300", "--link-between", speed, "--modes", "plain,cad")
+        assert code == 0 and f"hosts of 3, 1, 300 GB/s inside and {speed} between" in said
         answer = json.loads(target.read_text())
-        found.append(answer["steps"][0] | {"cad": next(one for one in answer["modes"] if one["mode"] == "cad")})
-        assert f"hosts of 3, 1, 300 GB/s inside and {speed} between" in "".join(capsys.readouterr())
+        found.append(answer["steps"][0])
+        rates.append(answer["modes"][-1]["tokens_per_second_per_gpu"])
     assert found[0]["between_bytes"] > found[1]["between_bytes"] > found[2]["between_bytes"] == 0
-    rates = [one["cad"]["tokens_per_second_per_gpu"] for one in found]
-    assert rates[0] > rates[1] > rates[2] and found[2]["cad"]["balance"] > 1.0
-    assert found[0]["moved_bytes"] > found[2]["moved_bytes"] > 0
+    assert rates[0] > rates[1] > rates[2] and found[0]["moved_bytes"] > found[2]["moved_bytes"] > 0
 
 
 # Training steps
 
 
-def foresee_steps(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    code = main(["plan", *words])
-    return code, "".join(capsys.readouterr())
-
-
 LENGTHS = [16384, *[1024] * 16, 8192, 8192, *[2048] * 8] * 4
 
 
-@pytest.mark.parametrize("name", ["list.json", "lines.txt", "lines.jsonl", "lengths"])
+@pytest.mark.parametrize("name", ["list.json", "lines.txt"])
 def test_lengths_are_data_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     path = tmp_path / name
     path.write_text(json.dumps(LENGTHS) if name == "list.json" else "\n".join(map(str, LENGTHS)) + "\n")
-    code, said = foresee_steps(capsys, str(path), "--ranks", "4", "--context", "16384", "--steps", "2")
+    words = [path, "--ranks", "4", "--context", "16384", "--steps", "2"]
+    code, said = plan(capsys, *words)
     assert code == 0 and f"{len(LENGTHS)} documents, {sum(LENGTHS)} tokens" in said
-    code, said = foresee_steps(capsys, str(path), "--ranks", "2", "--context", "16384", "--limit", "20")
-    assert code == 0 and "20 documents" in said
+    code, said = plan(capsys, *words, "--limit", "20")
+    assert code == 2 and "20 documents with " in said and "do not fill one step" in said
 
 
 def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +210,7 @@ def columns(said: str, name: str) -> list[str]:
 def test_rows_that_are_alike_need_no_cad(capsys: pytest.CaptureFixture[str]) -> None:
     """Its 1.1 times plain are attention that is not repeated: one column, and balance another."""
     words = ["web", "--packing", "wrapped", "--ranks", "8", "--steps", "2", "--reserve", "none"]
-    _, said = foresee_steps(capsys, *words)
+    _, said = plan(capsys, *words)
     whole, not_repeated, balance = columns(said, "CAD in place *")[2:5]
     assert float(not_repeated) > 1.08 and abs(float(whole) - float(not_repeated) * float(balance)) < 0.02
     assert 0.97 < float(balance) <= 1.0
@@ -269,13 +220,13 @@ def test_rows_that_are_alike_need_no_cad(capsys: pytest.CaptureFixture[str]) -> 
         f"do not take CAD for balance, which is worth {balance} times plain; what else it gives, attention that" in said
     )
     # Without the mode that tells them apart being asked for.
-    _, said = foresee_steps(capsys, *words, "--modes", "plain,cad")
+    _, said = plan(capsys, *words, "--modes", "plain,cad")
     assert "\nTake plain, attention kept: " in said
 
 
 def test_what_is_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["long-mix", "--ranks", "8", "--steps", "1", "--modes", "plain,cad"]
-    _, said = foresee_steps(capsys, *words)
+    _, said = plan(capsys, *words)
     assert said.splitlines()[0] == (
         "assumed: llama-8b, zero3, checkpointing, optimizer on the GPU, loss in chunks, as of Liger (transformers' own "
         "takes 94 GiB for logits)"
@@ -283,10 +234,10 @@ def test_what_is_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n8 NVIDIA H200 of 140 GiB, hosts of 8, 362 GB/s inside and 50 between; tolerance 0.05\n" in said
     full = re.search(r"rows of 65536 tokens packed in_order are ([\d.]+)% full, 1 to a step", said)
     assert full and 70 < float(full[1]) < 95
-    assert foresee_steps(capsys, *words, "--keep", "host")[1].splitlines()[0] == said.splitlines()[0]
-    _, said = foresee_steps(capsys, *words, "--context", "8192", "--offload-optimizer", "--no-checkpointing")
+    assert plan(capsys, *words, "--keep", "host")[1].splitlines()[0] == said.splitlines()[0]
+    _, said = plan(capsys, *words, "--context", "8192", "--offload-optimizer", "--no-checkpointing")
     assert "no checkpointing, optimizer on the host, transformers' own loss (12 GiB for logits)" in said
-    _, said = foresee_steps(capsys, *words, "--pipeline", "2", "--micro-batches", "4")
+    _, said = plan(capsys, *words, "--pipeline", "2", "--micro-batches", "4")
     assert "llama-8b, zero1, 2 stages, checkpointing" in said and "all logits at once in the last stage" in said
 
 
@@ -294,31 +245,30 @@ def test_what_fits_has_room_for_what_the_simulator_does_not_see(capsys: pytest.C
     """A 70B on 64 GPUs, of which torch would hold 139.3 of 139.7 GiB; the loss of transformers; the host's memory."""
     words = ["long-mix", "--ranks", "64", "--steps", "1", "--reserve", "none", "--model", "llama-70b"]
     words += ["--modes", "plain,cad", "--packing", "bfd"]
-    code, said = foresee_steps(capsys, *words)
+    code, said = plan(capsys, *words)
     assert code == 0 and "CAD in place, recompute_attention * does not fit: it needs 15" in said
     assert "\nNothing fits: " in said and "it would fit with --offload-optimizer or rows of at most" in said
-    _, said = foresee_steps(capsys, *words, "--offload-optimizer")
+    _, said = plan(capsys, *words, "--offload-optimizer")
     assert '\nTake CAD in place, "keep": "host": ' in said and "optimizer on the host" in said
     words = [*words[:1], "--ranks", "8", *words[3:7], *words[9:]]
-    _, said = foresee_steps(capsys, *words, "--memory", "75")
+    _, said = plan(capsys, *words, "--memory", "75")
     assert '\nTake CAD in place, "keep": "host": ' in said
-    _, said = foresee_steps(capsys, *words, "--loss", "whole", "--memory", "100")
+    _, said = plan(capsys, *words, "--loss", "whole", "--memory", "100")
     assert "transformers' own loss (94 GiB for logits)" in said and "\nNothing fits: " in said
 
 
-@pytest.mark.parametrize("name", ["h100", "a100", "b200"])
-def test_machines_of_published_figures(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    words = ["long-mix", "--ranks", "4", "--steps", "1", "--context", "16384", "--modes", "plain,cad"]
-    _, measured = foresee_steps(capsys, *words, "--sharding", "zero1")
-    code, said = foresee_steps(capsys, *words, "--sharding", "zero1", "--machine", name)
+@pytest.mark.parametrize(("name", "least", "most"), [("h100", 0.9, 1.05), ("a100", 0.25, 0.4), ("b200", 1.8, 2.6)])
+def test_machines_of_published_figures(
+    capsys: pytest.CaptureFixture[str], name: str, least: float, most: float
+) -> None:
+    words = "long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad --sharding zero1".split()
+    _, measured = plan(capsys, *words)
+    code, said = plan(capsys, *words, "--machine", name)
     assert code == 0 and f"NVIDIA {name.upper()} was not measured" in said
     assert ("but for profile, matrix_flops, in_training" in said) == (name == "h100") and " as NVIDIA H200\n" in said
     rate, mfu = (float(one.replace(",", "")) for one in columns(said, "plain *")[:2])
     other, other_mfu = (float(one.replace(",", "")) for one in columns(measured, "plain")[:2])
-    assert {"h100": 0.9 < rate / other < 1.05, "a100": 0.25 < rate / other < 0.4, "b200": 1.8 < rate / other < 2.6}[
-        name
-    ]
-    assert 10 < mfu < 65 and 10 < other_mfu < 65
+    assert least < rate / other < most and 10 < mfu < 65 and 10 < other_mfu < 65
 
 
 def test_progress_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,22 +321,21 @@ def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["long-mix", "--ranks", "8", "--steps", "1"]
-    assert "CAD, 3 reserved *  " in foresee_steps(capsys, *words, "--reserve", "3")[1]
-    assert "reserved *" not in foresee_steps(capsys, *words, "--reserve", "none")[1]
-    assert "8 servers of 8 seats leave no" in foresee_steps(capsys, *words, "--reserve", "8")[1]
+    words = ["long-mix", "--ranks", "8", "--steps", "1", "--modes", "cad,cad reserved", "--reserve"]
+    assert "CAD, 3 reserved *  " in plan(capsys, *words, "3")[1]
+    assert "reserved *" not in plan(capsys, *words, "none")[1]
+    assert "8 servers of 8 seats leave no" in plan(capsys, *words, "8")[1]
 
 
 def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    words = ["long-mix", "--ranks", "4", "--steps", "1", "--context", "16384", "--modes", "plain,cad"]
-    code, said = foresee_steps(
-        capsys, *words, "--pictures", str(tmp_path / "pictures"), "--plot", str(tmp_path / "steps.png")
-    )
+    folder, steps = tmp_path / "pictures", tmp_path / "steps.png"
+    words = "long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad".split()
+    code, said = plan(capsys, *words, "--pictures", folder, "--plot", steps)
     names = {"step.png", "ranks.png", "context.png", "reserved.png"}
-    assert code == 0 and {path.name for path in (tmp_path / "pictures").iterdir()} == names
-    assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
-    assert all(f"drew {tmp_path / 'pictures' / name}" in said for name in names)
+    assert code == 0 and {path.name for path in folder.iterdir()} == names
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (steps, *folder.iterdir()))
+    assert all(f"drew {folder / name}" in said for name in names)
 
 
 @pytest.mark.parametrize(
@@ -423,24 +372,22 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    code, shown = foresee_steps(capsys, "long-mix", "--steps", "1", *words)
+    code, shown = plan(capsys, "long-mix", "--steps", "1", *words)
     assert code == 2 and said in shown and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("3\n0\n5\n", "line 2: 0; expected the tokens of a document"),
+        ("3\n0\n5\n", "line 2: '0'; expected the tokens of a document"),
         ("3\n\n4.5\n", "line 3: '4.5'; expected"),
-        ("7\n-2\n", "line 2: '-2'; expected"),
         ("[3, 4, -1]", "entry 2: -1; expected"),
         ("[3, 4", "is not a JSON list of lengths"),
-        ("[3, [4]]", "entry 1: [4]; expected"),
-        ("12\nabc\n", "line 2: 'abc'; expected"),
+        ("[3, [4, 5, 6]]", "entry 1: [4, 5, 6]; expected"),
         ("length\n12\n13\n", "line 1: 'length'; expected"),
     ],
 )
 def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
     (tmp_path / "lengths.txt").write_text(content)
-    code, shown = foresee_steps(capsys, str(tmp_path / "lengths.txt"))
+    code, shown = plan(capsys, tmp_path / "lengths.txt")
     assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1

@@ -10,7 +10,7 @@ import torch
 
 import deepspeed_cad
 from deepspeed_cad import errors, native, session
-from deepspeed_cad.cli.probes import try_native
+from deepspeed_cad.cli.doctor import try_packages
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import Layout
@@ -111,5 +111,5 @@ def test_without_the_library_nothing_is_planned_and_the_doctor_says_why(no_libra
     problem = PlanInput(Layout.from_rank_lengths([[10], [20]]).tick(), HeadShape(1, 1, 8, 8, 2), PAIRS)
     with pytest.raises(errors.CADError, match="the library was not built"):
         make_plan(problem)
-    found = try_native()
+    found = try_packages()[-1]
     assert not found.ok and found.detail == "the library was not built" and "g++" in found.remedy

@@ -11,7 +11,7 @@ import pytest
 import training
 
 import deepspeed_cad
-from deepspeed_cad.cli import probes
+from deepspeed_cad.cli import doctor
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.version import OLDEST, is_too_old, refuse_old_packages
 
@@ -42,8 +42,8 @@ def test_an_old_transformers_is_refused_when_cad_is_turned_on(monkeypatch) -> No
 
 
 def test_the_doctor_does_not_call_an_old_package_fine(monkeypatch) -> None:
-    monkeypatch.setattr(probes.metadata, "version", lambda name: "4.55.4" if name == "transformers" else "99.0")
-    found = {finding.name: finding for finding in probes.try_packages()}
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "4.55.4" if name == "transformers" else "99.0")
+    found = {finding.name: finding for finding in doctor.try_packages()}
     assert set(OLDEST) <= set(found)
     old = found["transformers"]
     assert not old.ok and old.detail == f"4.55.4, but {OLDEST['transformers']} or newer is needed" and old.remedy

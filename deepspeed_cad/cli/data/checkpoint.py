@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from deepspeed_cad.cli.data.documents import REMEDY
@@ -46,13 +47,13 @@ def read_model_shape(where: str | None) -> ModelShape:
     _refuse(fields)
     state = _state_layers(config)
     try:
-        heads, hidden = int(_get(config, "num_attention_heads")), int(_get(config, "hidden_size"))
+        heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
         widths = [getattr(config, name, None) for name in MLP_NAMES]
         return ModelShape(
-            layers=int(_get(config, "num_hidden_layers")),
+            layers=int(config.num_hidden_layers),
             hidden=hidden,
-            intermediate=int(next((width for width in widths if width), 4 * hidden)),
-            vocabulary=int(_get(config, "vocab_size")),
+            intermediate=int(next(filter(None, widths), 4 * hidden)),
+            vocabulary=int(config.vocab_size),
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
@@ -85,7 +86,7 @@ def _state_layers(config: Any) -> StateLayers | None:
     if not carrying or not layers:
         return None
     attending = sum(has_attention(layer) for layer in layers)
-    return StateLayers(len(carrying), attending, *_sizes(carrying[0], int(_get(config, "hidden_size"))))
+    return StateLayers(len(carrying), attending, *_sizes(carrying[0], int(config.hidden_size)))
 
 
 def _sizes(module: Any, hidden: int) -> tuple[int, int, int, tuple[int, ...]]:
@@ -110,7 +111,7 @@ def _kinds(config: Any) -> list[str]:
 def _not_counted(config: Any, state: StateLayers | None) -> str:
     kinds = _kinds(config)
     if not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        kinds = ["sliding_attention"] * int(_get(config, "num_hidden_layers"))
+        kinds = ["sliding_attention"] * int(config.num_hidden_layers)
     counted = {"full_attention", "attention"}
     if state:
         from deepspeed_cad.integrations.recurrent import CARRYING
@@ -118,8 +119,7 @@ def _not_counted(config: Any, state: StateLayers | None) -> str:
         counted |= CARRYING
     others = [kind for kind in kinds if kind not in counted]
     said = [f"{len(others)} of {len(kinds)} layers ({', '.join(sorted(set(others)))})"] if others else []
-    if any(getattr(config, name, None) for name in EXPERTS):
-        said.append("its experts")
+    said += ["its experts"] * any(getattr(config, name, None) for name in EXPERTS)
     return " and ".join(said)
 
 
@@ -146,15 +146,12 @@ def _cached(name: str) -> Path:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What these libraries log is left out: the error that ends the command is one line."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    disabled = logging.root.manager.disable
+    logging.disable()
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
 
 
 def _refuse(fields: dict[str, Any]) -> None:
@@ -194,26 +191,13 @@ def _refuse(fields: dict[str, Any]) -> None:
 
 def _resolve(fields: dict[str, Any]) -> tuple[Any, str]:
     """The part of the file that is of the text decoder, as attributes; and what read it."""
+    plain = SimpleNamespace(**fields.get("text_config", fields))
     try:
         from transformers import CONFIG_MAPPING
-    except ImportError:
-        return _Plain(fields.get("text_config", fields)), "read without transformers, which knows more models' names"
-    try:
+
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    except ImportError:
+        return plain, "read without transformers, which knows more models' names"
     except Exception:  # a model with code of its own, or none that this transformers knows
-        return _Plain(fields.get("text_config", fields)), f"model_type {fields.get('model_type')!r} is not known here"
+        return plain, f"model_type {fields.get('model_type')!r} is not known here"
     return config.get_text_config(), f"model_type {fields['model_type']!r}"
-
-
-class _Plain:
-    """The keys of the file as attributes."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        vars(self).update(fields)
-
-
-def _get(config: Any, name: str) -> Any:
-    value = getattr(config, name, None)
-    if value is None:
-        raise AttributeError(f"it has no {name}")
-    return value

@@ -1,7 +1,7 @@
 """Documents of a data set, read by Hugging Face `datasets` as a trainer would read them.
 
-In: files, patterns and folders. Out: for each document its text, its chat messages or its token ids, and the name of
-the column that they come from. Files are streamed: none is downloaded or converted.
+In: files, patterns and folders. Out: for each document its text, its chat messages or its token ids. Files are
+streamed: none is downloaded or converted.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,8 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 REMEDY = 'pip install "deepspeed_cad[plan]"'
 """How to get what reads data sets and texts; lengths and named distributions need nothing."""
 
-
-@dataclass(frozen=True)
-class Source:
-    where: str
-    data: Callable[[], Any]
-    """Gives what `datasets` makes of it: rows, one after the other."""
-    in_folder: bool = False
-    """Whether it is one of the files of a folder, which is left out where it cannot be read."""
+Source = tuple[str, Callable[[], Any]]
+"""Where it is, and what gives its rows."""
 
 
 def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> Iterator[Any]:
@@ -56,37 +49,28 @@ def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> I
     A file of a folder that cannot be read is left out, from where it cannot, with a line in `skipped`. Raises
     CADDataError where a place does not exist, cannot be read, or has no column of that name.
     """
-    for source in _sources(places):
-        try:
-            yield from _documents_of(source, field)
-        except _UnreadableError as error:
-            if not source.in_folder:
-                raise
-            skipped.append(str(error))
-
-
-def _documents_of(source: Source, field: str | None) -> Iterator[Any]:
-    with _readable(source.where):
-        columns, rows = _columns(source.data())
-    names = [_choose(name, columns, source.where) for name in (field.split(",") if field else [None])]
-    with _readable(source.where):
-        for number, row in enumerate(rows):
-            where = f"{source.where}, row {number}"
-            yield _joined([_checked(row.get(name), name, where) for name in names], where)
-
-
-class _UnreadableError(CADDataError):
-    """What a reader of `datasets` said."""
+    paths = list_files(places)
+    try:
+        import datasets
+    except ImportError as error:
+        raise CADDataError(f"reading a data set needs Hugging Face datasets: {REMEDY}") from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    for path in paths:
+        for where, load in _open_folder(datasets, path) if path.is_dir() else [_open_file(datasets, path)]:
+            try:
+                yield from _documents_of(where, load, field)
+            except _UnreadableError as error:
+                if not path.is_dir():
+                    raise
+                skipped.append(str(error))
 
 
 def list_files(places: Iterable[str]) -> list[Path]:
     """Files and folders that are named, patterns such as `data/*.parquet` filled in."""
     found: list[Path] = []
     for place in places:
-        if Path(place).exists():
-            found.append(Path(place))
-            continue
-        matches = sorted(glob.glob(place, recursive=True))
+        matches = [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True))
         if not matches:
             raise CADDataError(f"{place} does not exist" + " or fits no file" * glob.has_magic(place))
         found += map(Path, matches)
@@ -95,85 +79,77 @@ def list_files(places: Iterable[str]) -> list[Path]:
 
 def builder_of(path: Path) -> tuple[str, dict[str, str]]:
     """The builder of `datasets` that reads a file, and its options, by the name of the file."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     return BUILDERS.get(suffixes[-1], ONE_TEXT) if suffixes else ONE_TEXT
 
 
-def _sources(places: Sequence[str]) -> Iterator[Source]:
-    found = list_files(places)
-    datasets = _import_datasets()
-    for is_folder, places_alike in groupby(found, Path.is_dir):
-        if is_folder:
-            for path in places_alike:
-                yield from _open_folder(datasets, path)
-        else:
-            yield from _open_files(datasets, list(places_alike))
+def _open_file(datasets: Any, file: str | Path) -> Source:
+    builder, options = builder_of(Path(file))
+    name = glob.escape(str(file))  # datasets would take a name with brackets for a pattern
+    return str(file), partial(
+        datasets.load_dataset, builder, data_files=[name], split="train", streaming=True, **options
+    )
 
 
-def _open_files(datasets: Any, files: Sequence[str | Path], in_folder: bool = False) -> Iterator[Source]:
-    """One source for all files of a kind: such as the parts that a large data set is stored in. Those of a folder one
-    by one, so that one may be left out."""
-    kinds: dict[str, list[str | Path]] = {}
-    for number, file in enumerate(files):
-        kinds.setdefault(str(number) if in_folder else str(builder_of(Path(file))), []).append(file)
-    for alike in kinds.values():
-        builder, options = builder_of(Path(alike[0]))
-        where = str(alike[0]) if len(alike) == 1 else f"{alike[0]} and {len(alike) - 1} more"
-        names = [glob.escape(str(file)) for file in alike]  # datasets would take a name with brackets for a pattern
-        load = partial(datasets.load_dataset, builder, data_files=names, split="train", streaming=True, **options)
-        yield Source(where, load, in_folder)
-
-
-def _split(data: Any) -> tuple[str, Any]:
-    """What is trained on, and its name."""
-    name = "train" if "train" in data else next(iter(data))
-    return f" ({name})", data[name]
-
-
-def _open_folder(datasets: Any, path: Path) -> Iterator[Source]:
-    """What `save_to_disk` wrote, a folder of data files as the hub has them, or a folder of texts."""
+def _open_folder(datasets: Any, path: Path) -> list[Source]:
+    """Of what `save_to_disk` wrote, of data files as the hub has them, or of texts: what is trained on."""
     inside = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
     if not inside:
         raise CADDataError(f"{path} holds no files")
-    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-        with _readable(str(path)):
+    with _readable(str(path)):
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             data = datasets.load_from_disk(str(path))
-        name, data = _split(data) if isinstance(data, dict) else ("", data)
-        yield Source(f"{path}{name}", lambda: data)
+            data = _split(data) if isinstance(data, dict) else data
+            return [(str(path), lambda: data)]
+        if not all(builder_of(file)[0] == "text" for file in inside):
+            inside = _split(datasets.load_dataset_builder(str(path)).config.data_files)
+    return [_open_file(datasets, file) for file in inside]
+
+
+def _split(data: Any) -> Any:
+    return data["train"] if "train" in data else next(iter(data.values()))
+
+
+def _documents_of(where: str, load: Callable[[], Any], field: str | None) -> Iterator[Any]:
+    with _readable(where):
+        rows = iter(load())
+        first = next(rows, None)
+    if first is None:
         return
-    if not all(builder_of(file)[0] == "text" for file in inside):
-        with _readable(str(path)):
-            found = datasets.load_dataset_builder(str(path)).config.data_files
-        inside = _split(found)[1]
-    yield from _open_files(datasets, inside, in_folder=True)
+    names = [_choose(name, list(first), where) for name in (field.split(",") if field else [None])]
+    with _readable(where):
+        for number, row in enumerate(chain((first,), rows)):
+            place = f"{where}, row {number}"
+            yield _joined([_checked(row.get(name), name, place) for name in names], place)
 
 
-def _columns(data: Any) -> tuple[list[str], Iterable[dict[str, Any]]]:
-    """Names of the columns, and the rows: what is streamed may have to be begun to know them."""
-    if data.column_names:
-        return list(data.column_names), data
-    rows = iter(data)
-    first = next(rows, None)
-    return ([], ()) if first is None else (list(first), chain((first,), rows))
+class _UnreadableError(CADDataError):
+    """What a reader of `datasets` said."""
+
+
+@contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """Errors of the readers become one line."""
+    try:
+        yield
+    except CADDataError:
+        raise
+    except Exception as error:  # pyarrow, pandas, fsspec and datasets each have their own
+        text = (str(error).strip().splitlines() or ["no message"])[0]
+        raise _UnreadableError(f"{where} cannot be read: {type(error).__name__}: {text}") from error
 
 
 def _choose(field: str | None, columns: list[str], where: str) -> str:
-    wanted = FIELDS if field is None else (field,)
-    for name in wanted:
+    for name in FIELDS if field is None else (field,):
         if name in columns:
             return name
     missing = "none of " + ", ".join(FIELDS) if field is None else f"no field {field!r}"
-    raise CADDataError(f"{where} has {missing}; its fields: {', '.join(columns) or 'none'}. Choose one with --field")
+    raise CADDataError(f"{where} has {missing}; its fields: {', '.join(columns)}. Choose one with --field")
 
 
 def _checked(value: Any, name: str, where: str) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, (int, dict)) for one in value[:1])):
         return value
-    if isinstance(value, list) and all(isinstance(one, type(value[0])) for one in value[:1]):
-        if not value or isinstance(value[0], int) or isinstance(value[0], dict):
-            return value
     raise CADDataError(
         f"{where}: {name!r} is {type(value).__name__} {str(value)[:40]!r}; expected text, token ids or chat messages"
     )
@@ -185,37 +161,7 @@ def _joined(parts: list[Any], where: str) -> Any:
     for part in others:
         if isinstance(part, str) and whole and isinstance(whole[0], dict):
             part = [{"role": "assistant", "content": part}]
-        kinds = {type(one[0]) for one in (whole, part) if one}
-        if len(kinds) > 1:
+        if len({type(one[0]) for one in (whole, part) if one}) > 1:
             raise CADDataError(f"{where}: its columns are of different kinds: text, token ids or chat messages")
         whole = whole + part if whole and part else whole or part
     return whole
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise CADDataError(f"reading a data set needs Hugging Face datasets: {REMEDY}") from error
-    return datasets
-
-
-@contextmanager
-def _readable(where: str) -> Iterator[None]:
-    """Errors of the readers become one line; their log and their bars are left out."""
-    import datasets
-
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    except CADDataError:
-        raise
-    except StopIteration:
-        raise _UnreadableError(f"{where} is empty") from None
-    except Exception as error:  # pyarrow, pandas, fsspec and datasets each have their own
-        text = (str(error).strip().splitlines() or ["no message"])[0]
-        raise _UnreadableError(f"{where} cannot be read: {type(error).__name__}: {text}") from error
-    finally:
-        datasets.logging.set_verbosity(level)

@@ -17,16 +17,12 @@ from deepspeed_cad.forecast.packing import NAMED
 
 BATCH = 256
 """Texts that are tokenized at a time."""
-NUMBERS = re.compile(r"[\s\[\],\d.eE+-]*\d[\s\[\],\d.eE+-]*")
-"""What a file of lengths consists of."""
 LIST = re.compile(r"\s*\[\s*\[?\s*[\d.+-]")
 """How a JSON list of lengths begins."""
 MOST_DRAWN = 20_000_000
 """Documents of a named distribution: about a gigabyte of numbers."""
-MEAN_OF = 100_000_000
-"""Tokens by which the mean length of a distribution is found."""
 BEGIN = 4096
-"""Bytes that are looked at to tell a file of lengths from text."""
+"""Characters that are looked at to tell a file of lengths from text."""
 
 
 def check_places(places: Sequence[str]) -> None:
@@ -50,9 +46,15 @@ def read_lengths(
     naming what is missing or unreadable, or line by line what is no length.
     """
     if len(places) == 1 and places[0] in NAMED and not Path(places[0]).exists():
-        return _draw(places[0], needed)
+        count = needed / NAMED[places[0]].mean
+        if count > MOST_DRAWN:
+            raise CADDataError(
+                f"{places[0]}: {count:.1e} documents would be drawn, more than {MOST_DRAWN:.0e}: ask for fewer "
+                "--ranks, --steps or --micro-batches, or a smaller --context"
+            )
+        return NAMED[places[0]].draw(needed)
     paths = [Path(place) for place in places]
-    if paths and all(path.is_file() and _is_numbers(path) for path in paths):
+    if all(path.is_file() and _is_numbers(path) for path in paths):
         return [length for path in paths for length in _parse(path)][:limit]
     lengths = _count_documents(documents(places, field, skipped), tokenizer, limit, tell)
     if not lengths:
@@ -61,57 +63,39 @@ def read_lengths(
     return lengths
 
 
-def _draw(name: str, tokens: int) -> list[int]:
-    some = NAMED[name].draw(MEAN_OF)
-    count = tokens * len(some) / sum(some)
-    if count > MOST_DRAWN:
-        raise CADDataError(
-            f"{name}: {count:.1e} documents would be drawn, more than {MOST_DRAWN:.0e}: ask for fewer --ranks, "
-            "--steps or --micro-batches, or a smaller --context"
-        )
-    return NAMED[name].draw(tokens)
-
-
 def _is_numbers(path: Path) -> bool:
     """Whether a file holds lengths. Raises CADDataError where it holds nothing."""
-    with path.open("rb") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         begin = file.read(BEGIN)
-    if begin.strip() in (b"", b"[]"):
+    if begin.strip() in ("", "[]"):
         raise CADDataError(f"{path} is empty: it holds neither documents nor lengths")
-    if not begin.isascii():
-        return bool(LIST.match(begin.decode("ascii", errors="replace")))
-    if LIST.match(begin.decode()) or NUMBERS.fullmatch(begin.decode()):
-        return True
     # Where every second line is a length the others are mistakes, which are to be named.
-    lines = [line.strip() for line in begin.splitlines() if line.strip()]
-    return 2 * sum(line.isdigit() for line in lines) >= len(lines)
+    lines = begin.split("\n")
+    numbers = sum(bool(re.fullmatch(r"[\d.+-][\s\d.+-]*", line.strip())) for line in lines)
+    return bool(LIST.match(begin)) or 2 * numbers >= sum(bool(line.strip()) for line in lines)
 
 
 def _parse(path: Path) -> list[int]:
     text = path.read_text(encoding="utf-8", errors="replace")
-    values: list[tuple[str, Any]]
+    entries: list[tuple[str, Any]]
     if text.lstrip().startswith("["):
         try:
-            values = [(f"entry {number}", _sum(value)) for number, value in enumerate(json.loads(text))]
+            entries = [(f"entry {number}", value) for number, value in enumerate(json.loads(text))]
         except ValueError as error:
             raise CADDataError(f"{path} is not a JSON list of lengths: {error}") from error
     else:
-        lines = [(f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        parts = [(place, line, line.split()) for place, line in lines]
-        values = [
-            (place, sum(map(int, of)) if len(of) < 3 and all(map(str.isdigit, of)) else line)
-            for place, line, of in parts
-        ]
-    for place, value in values:
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise CADDataError(f"{path}, {place}: {value!r}; expected the tokens of a document, a whole number above 0")
-    return [value for _, value in values]
+        entries = [(f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    return [_length(value, f"{path}, {place}") for place, value in entries if value != ""]
 
 
-def _sum(value: Any) -> Any:
-    """Of the tokens of a prompt and of its answer."""
-    together = isinstance(value, list) and len(value) == 2 and all(type(one) is int and one >= 0 for one in value)
-    return sum(value) if together else value
+def _length(value: Any, where: str) -> int:
+    """Tokens of a document, or of a prompt and of its answer."""
+    parts = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    whole = len(parts) < 3 and all(str(part).isdecimal() for part in parts)
+    length = sum(map(int, parts)) if whole else 0
+    if not 0 < length < 1 << 31:
+        raise CADDataError(f"{where}: {value!r}; expected the tokens of a document, a whole number above 0")
+    return length
 
 
 def _count_documents(found: Iterable[Any], tokenizer: str | None, limit: int, tell: Callable[[str], None]) -> list[int]:
@@ -125,7 +109,7 @@ def _count_documents(found: Iterable[Any], tokenizer: str | None, limit: int, te
             lengths.append(len(document))
         elif document:
             tokenize = tokenize or _load_tokenizer(tokenizer)
-            texts.append(document if isinstance(document, str) else _joined(tokenize, document))
+            texts.append(document if isinstance(document, str) else _written(tokenize, document))
         if len(texts) == BATCH:
             lengths += _count(tokenize, texts)
             texts = []
@@ -137,7 +121,7 @@ def _count(tokenize: Callable[..., Any] | None, texts: list[str]) -> list[int]:
     return [len(ids) for ids in tokenize(texts, verbose=False)["input_ids"]] if tokenize and texts else []
 
 
-def _joined(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def _written(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     """A chat as the tokenizer's template writes it; without a template, its contents one after the other."""
     if getattr(tokenizer, "chat_template", None):
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -149,10 +133,10 @@ def _load_tokenizer(name: str | None) -> Callable[..., Any]:
         raise CADDataError("the data is text: give the model's tokenizer with --tokenizer")
     try:
         from transformers import AutoTokenizer
+
+        tokenizer: Callable[..., Any] = AutoTokenizer.from_pretrained(name)
     except ImportError as error:
         raise CADDataError(f"reading text needs transformers: {REMEDY}") from error
-    try:
-        tokenizer: Callable[..., Any] = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise CADDataError(f"the tokenizer {name!r} cannot be loaded: {reason}") from error
