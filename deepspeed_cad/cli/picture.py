@@ -17,25 +17,8 @@ from deepspeed_cad.schedule import HOME, KIND, QUERY, ROWS, SERVER, build_slices
 
 LONGEST = 6
 """Documents whose rows and head groups are drawn."""
-COLOURS = {
-    "plain": "#6b7482",
-    "plain kept": "#a3aab5",
-    "ulysses": "#e09b22",
-    "ulysses kept": "#f0c987",
-    "gathered": "#9b5bd6",
-    "gathered kept": "#cbb0ea",
-    "packed": "#0f9d8a",
-    "cad": "#2f6fde",
-    "cad reserved": "#7fb2ff",
-}
-PARTS = {
-    "non_attention": "#cfd5de",
-    "attention": "#2f6fde",
-    "optimizer": "#9aa0ab",
-    "exchange": "#e09b22",
-    "collectives": "#9b5bd6",
-    "waiting": "#f3d6d6",
-}
+PARTS = ("non_attention", "attention", "optimizer", "exchange", "collectives", "waiting")
+BEFORE, AFTER = "#9aa0ab", "#2a6fdb"
 
 
 def draw_plan(problem: PlanInput, plan: Plan, path: str, numbers: list[int]) -> None:
@@ -63,22 +46,25 @@ def draw_evenness(steps: Sequence[Mapping[str, float]], path: str) -> None:
     """Max over mean of the ranks' attention in every step, without and with CAD."""
     names = {"without CAD": "imbalance_before", "with CAD": "imbalance"}
     lines = {name: [(number, one[key]) for number, one in enumerate(steps)] for name, key in names.items()}
-    _draw_lines(lines, ["#9aa0ab", "#2a6fdb"], path, "step", "max/mean")
+    _draw_lines(lines, [{"color": BEFORE}, {"color": AFTER}], path, "step", "max/mean")
 
 
 def draw_curves(over: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: str) -> None:
     """Tokens per second and GPU of every mode, over a quantity."""
     curves = {mode: points for mode, points in curves.items() if points}
-    lines = {MODES[mode]: points for mode, points in curves.items()}
-    _draw_lines(lines, [COLOURS[mode] for mode in curves], path, over, "tokens/s/GPU")
+    kinds = [mode.removesuffix(" kept") for mode in curves]
+    styles = [
+        {"color": f"C{kinds.index(kind)}", "ls": "-" if kind == mode else "--"} for mode, kind in zip(curves, kinds)
+    ]
+    _draw_lines({MODES[mode]: points for mode, points in curves.items()}, styles, path, over, "tokens/s/GPU")
 
 
 def _draw_lines(
-    lines: Mapping[str, Sequence[tuple[int, float]]], colours: Sequence[str], path: str, over: str, what: str
+    lines: Mapping[str, Sequence[tuple[int, float]]], styles: Sequence[dict[str, str]], path: str, over: str, what: str
 ) -> None:
     figure, axis = _subplots(figsize=(7, 4))
-    for (name, points), colour in zip(lines.items(), colours):
-        axis.plot(*zip(*points), "o-", color=colour, label=name)
+    for (name, points), style in zip(lines.items(), styles):
+        axis.plot(*zip(*points), marker="o", label=name, **style)
     axis.set(xlabel=over, ylabel=what)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
@@ -97,9 +83,9 @@ def draw_step(comparison: Comparison, path: str) -> None:
     figure, axis = _subplots(figsize=(9, 0.6 * len(found) + 1.4))
     for row, one in enumerate(found):
         left = 0.0
-        for part, colour in PARTS.items():
+        for number, part in enumerate(PARTS):
             seconds = getattr(one.seconds, part)
-            axis.barh(row, seconds, left=left, color=colour, label=part if row == 0 else None, edgecolor="white")
+            axis.barh(row, seconds, left=left, color=f"C{number}", label=part if row == 0 else None, edgecolor="white")
             left += seconds
         axis.text(left, row, f"  {one.tokens_per_second:,.0f} tokens/s/GPU", va="center", fontsize=9)
     axis.set_yticks(range(len(found)), [label(one) for one in found])
@@ -124,8 +110,8 @@ def _most_moved(problem: PlanInput, plan: Plan) -> list[int]:
 
 def _draw_load(axis: Any, plan: Plan, unit: str) -> None:
     ranks = np.arange(len(plan.load))
-    axis.bar(ranks - 0.2, plan.load_before, 0.4, color="#c0c4cc", label=f"before: max/mean {plan.imbalance_before:.2f}")
-    axis.bar(ranks + 0.2, plan.load, 0.4, color="#2a6fdb", label=f"after: max/mean {plan.imbalance:.3f}")
+    axis.bar(ranks - 0.2, plan.load_before, 0.4, color=BEFORE, label=f"before: max/mean {plan.imbalance_before:.2f}")
+    axis.bar(ranks + 0.2, plan.load, 0.4, color=AFTER, label=f"after: max/mean {plan.imbalance:.3f}")
     axis.axhline(plan.load.mean(), color="black", linewidth=0.8, linestyle="--")
     axis.set(title="Attention per rank", xlabel="rank", ylabel=unit)
     axis.legend(frameon=False)

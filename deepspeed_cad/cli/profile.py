@@ -51,35 +51,29 @@ def main(args: argparse.Namespace) -> int:
     or the measured times do not fit together."""
     sizes = _checked(args)
     with Progress("loading torch", loud=int(os.environ.get("RANK", 0)) == 0) as progress:
-        profile = _measure(args, sizes, progress)
-    if profile is None:
-        return 0
-    from deepspeed_cad.profiles import Profile, user_path
+        import torch
 
+        from deepspeed_cad.planner.plan import HeadShape
+        from deepspeed_cad.profiles import Profile, user_path
+
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
+        shape = HeadShape(*sizes, bytes_per_element=2 if device.type == "cuda" else 4)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            profile = _measure_all(args, shape, device, progress)
+        else:
+            profile = _measure_kernel(args, shape, device, progress)
+            _say("links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile")
+    if profile is None:  # a rank that only helped
+        return 0
     path = args.output or user_path()
     if path.is_file():
         profile = profile.with_entries_of(Profile.load(path))
     profile.save(path)
     _say(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}")
     return 0
-
-
-def _measure(args: argparse.Namespace, sizes: tuple[int, int, int, int], progress: Progress) -> Profile | None:
-    """Attention, and under torchrun links; None on ranks that only helped."""
-    import torch
-
-    from deepspeed_cad.planner.plan import HeadShape
-
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    shape = HeadShape(*sizes, bytes_per_element=2 if device.type == "cuda" else 4)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return _measure_all(args, shape, device, progress)
-    profile = _measure_kernel(args, shape, device, progress)
-    _say("links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile")
-    return profile
 
 
 def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
@@ -195,18 +189,18 @@ def _table(measured: list[Measured], fit: Fit) -> str:
             f"{one.call.label + ('' if one.call.fitted else ' *'):34}{one.call.groups:>7}{one.forward * 1e3:>12.3f}"
             f"{one.backward * 1e3:>13.3f}{one.seconds * 1e3:>10.3f}{predicted * 1e3:>11.3f}{error:>8.1%}"
         )
-    checks = np.abs([error for one, error in zip(measured, fit.errors) if not one.call.fitted])
-    fitted = np.abs([error for one, error in zip(measured, fit.errors) if one.call.fitted])
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"one head group: {fit.pair:.4g} s a pair, {fit.row:.4g} a query row, {fit.key:.4g} a KV row, "
-            f"{fit.task:.4g} a task (rows as {fit.row / fit.pair:.0f} pairs, KV rows as {fit.key / fit.pair:.0f})",
-            f"relative error: mean {fitted.mean():.1%}, worst {fitted.max():.1%}; * not fitted, only predicted: worst "
-            f"{checks.max():.1%}",
-        ]
+    fitted, checks = (
+        np.abs([error for one, error in zip(measured, fit.errors) if one.call.fitted == is_fitted])
+        for is_fitted in (True, False)
     )
+    lines += [
+        "",
+        f"one head group: {fit.pair:.4g} s a pair, {fit.row:.4g} a query row, {fit.key:.4g} a KV row, "
+        f"{fit.task:.4g} a task (rows as {fit.row / fit.pair:.0f} pairs, KV rows as {fit.key / fit.pair:.0f})",
+        f"relative error: mean {fitted.mean():.1%}, worst {fitted.max():.1%}; * not fitted, only predicted: worst "
+        f"{checks.max():.1%}",
+    ]
+    return "\n".join(lines)
 
 
 def _commit() -> str:

@@ -58,16 +58,15 @@ def loss_bytes(setting: Setting) -> float:
 def activation_bytes(
     setting: Setting, tokens: float, in_flight: tuple[int, int] = (1, 1), kept: bool = False, waiting: float = 0.0
 ) -> float:
-    """Of `tokens` on a rank; in a pipeline, of the fuller of its first and its last stage.
+    """Of `tokens` of a micro-batch on a rank; in a pipeline, of the fuller of its first and its last stage.
 
     Args:
         setting: model, cluster, how it is trained.
         tokens: of a micro-batch.
-        in_flight: micro-batches between their forward and their backward, at the first and at the last stage, where all
-            logits of one are there at once before the layers' backward begins.
+        in_flight: micro-batches between forward and backward at these stages; at the last all logits of one are there
+            at once before the layers' backward begins.
         kept: with O and LSE that are kept over the recompute.
-        waiting: how many of the tokens are in a part that is being attended, and hold nothing of the MLP, while the
-            other part runs its layers.
+        waiting: tokens of a part that is being attended, and holds nothing of the MLP, while the other part runs.
     """
     model = setting.model
     active = 1.0 - waiting / max(tokens, 1.0)
@@ -79,12 +78,11 @@ def activation_bytes(
         saved = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
         saved += carried * (1.0 - model.attending / model.layers)
 
-    def held(count: int, work: float) -> float:
-        own = tokens * (saved * setting.layers * count + work) / setting.sharing
-        return own + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
-
-    first = held(in_flight[0], work)
-    return max(first, held(in_flight[1], max(work, loss_bytes(setting))))
+    return max(
+        tokens * (saved * setting.layers * count + most) / setting.sharing
+        + (kept_output_bytes(setting, tokens, count) if kept else 0.0)
+        for count, most in zip(in_flight, (work, max(work, loss_bytes(setting))))
+    )
 
 
 def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> float:

@@ -17,7 +17,6 @@ from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import modes, modes_cad
 from deepspeed_cad.forecast.attention_seconds import document_lengths
-from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RATIO, SERVERS, Foreseen, Seconds, mean
 from deepspeed_cad.layout import Layout
@@ -40,19 +39,12 @@ NEAR = 1.02
 
 THREADS = 2
 """Steps that are foreseen at a time: most of the work is the planner's, which runs beside other threads."""
+TRIED_STEPS, ENOUGH_ROWS = 4, 4096
+"""Steps by which a degree is chosen, and rows in them, at most: one step has other rows for each number of servers, and
+one long document may decide it; a step of so many rows has documents of all lengths."""
 
-TRIED_STEPS = 4
-"""Steps by which a degree is chosen: one step has other rows for each number of servers, and one long document may
-decide it."""
-
-ENOUGH_ROWS = 4096
-"""Rows by which a degree is chosen, at most: a step of so many has documents of all lengths."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with a mode and how many of how many of its steps are done."""
-
-ForFewer = Callable[[int], Sequence[modes.Step]]
-"""Gives the steps that trainers make of the same documents beside so many servers, which have none."""
+Run = partial[Foreseen]
+"""A mode with its setting first, without the step."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +98,8 @@ def compare(
     steps: Sequence[modes.Step],
     wanted: Sequence[str] = tuple(MODES),
     servers: int | None = None,
-    progress: Progress | None = None,
-    fewer: ForFewer | None = None,
+    progress: Callable[[str, int, int], None] = lambda mode, done, steps: None,
+    fewer: Callable[[int], Sequence[modes.Step]] | None = None,
 ) -> Comparison:
     """Foresee all steps in all modes that are wanted.
 
@@ -118,15 +110,19 @@ def compare(
         steps: layouts of their micro-batches.
         wanted: modes.
         servers: how many are reserved; None: what is best.
-        progress: hears how far it is.
-        fewer: the same documents for fewer trainers; None: rows that servers would have trained are left out, and what
-            is reserved trains other documents than the other modes.
+        progress: hears of a mode how many of how many of its steps are done.
+        fewer: gives the steps that trainers make of the same documents beside so many servers, which have none; None:
+            rows that servers would have trained are left out.
     """
     if not steps or not steps[0]:
         raise CADConfigError("there is no step to foresee")
     found: list[Foreseen] = []
     left_out: dict[str, str] = {}
-    per_token = _flops_per_token(setting.model, [layout for step in steps for layout in step], setting.forwards)
+    layouts = [layout for step in steps for layout in step]
+    pairs = sum(float(count_pairs(one.segments.begin, one.segments.end).sum()) for one in layouts)
+    pairs /= sum(float(one.tokens.sum()) for one in layouts)
+    # Of the model's forward and backward, and of forwards alone; pairs above the diagonal left out.
+    per_token = (3.0 + setting.forwards) * (setting.model.row_flops + setting.model.pair_flops * pairs)
     for mode in wanted:
         choices = _choices(setting, steps, mode, servers, fewer)
         if isinstance(choices, str):
@@ -135,7 +131,7 @@ def compare(
             # CAD's variants are faster in no step and are there for what fits: one step tells.
             tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
             runs = [(partial(_all_passes, run), of) for run, of in choices]
-            best = _best(runs, tried, partial(progress, mode) if progress else lambda done, steps: None)
+            best = _best(runs, tried, partial(progress, mode))
             found.append(replace(best, mfu=best.tokens_per_second * per_token / setting.machine.published["flops"]))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
@@ -225,30 +221,22 @@ def _where(found: Foreseen) -> str:
 def _servers(comparison: Comparison) -> list[str]:
     """Why reserved servers are not what to take where they are foreseen to be faster."""
     found, cad = comparison.of("cad reserved"), comparison.of("cad")
-    if found is None or cad is None or not cad.fits or not found.fits:
+    if not (found and cad and found.fits and cad.fits and found.tokens_per_second > NEAR * cad.tokens_per_second):
         return []
     ratio, (least, most) = found.tokens_per_second / cad.tokens_per_second, SERVERS
-    if ratio <= NEAR:
-        return []
     return [
         f"Reserve no servers: {found.degree} are foreseen at {ratio:.2f} times the speed in place, and those that ran "
         f"were at {least:.2f} to {most:.2f}."
     ]
 
 
-Run = partial[Foreseen]
-"""A mode with its setting first, without the step."""
-Choice = tuple[Run, Sequence[modes.Step]]
-
-SHARING: dict[str, Callable[..., Foreseen]] = {
-    "ulysses": modes.ulysses, "gathered": modes.gathered, "packed": modes.packed
-}  # fmt: skip
-"""Modes in which groups of seats share rows."""
-
-
 def _choices(
-    setting: Setting, steps: Sequence[modes.Step], mode: str, servers: int | None, fewer: ForFewer | None
-) -> list[Choice] | str:
+    setting: Setting,
+    steps: Sequence[modes.Step],
+    mode: str,
+    servers: int | None,
+    fewer: Callable[[int], Sequence[modes.Step]] | None,
+) -> list[tuple[Run, Sequence[modes.Step]]] | str:
     """Ways to run a mode, each with its steps; or why it cannot run."""
     kind, kept, step = mode.removesuffix(" kept"), mode.endswith(" kept"), steps[0]
     spans = any(layout.segments.begin.any() for one in steps for layout in one)
@@ -287,7 +275,7 @@ def _choices(
         return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
     if not degrees:
         return f"{setting.seats} seats cannot be divided by 2"
-    return [(partial(SHARING[kind], setting, degree=degree, kept=kept), steps) for degree in degrees]
+    return [(partial(getattr(modes, kind), setting, degree=degree, kept=kept), steps) for degree in degrees]
 
 
 def _count_servers(setting: Setting, layout: Layout, servers: int | None, state_spans: bool) -> list[int] | str:
@@ -327,7 +315,7 @@ def _all_passes(run: Run, step: modes.Step) -> Foreseen:
     )
 
 
-def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -> Foreseen:
+def _best(choices: list[tuple[Run, Sequence[modes.Step]]], tried: int, tell: Callable[[int, int], None]) -> Foreseen:
     """The fastest that fits, else the one that needs least memory; the first steps, so many, choose it."""
     with ThreadPoolExecutor(THREADS) as threads:
         first = [list(threads.map(run, steps[: tried if len(choices) > 1 else 1])) for run, steps in choices]
@@ -340,13 +328,6 @@ def _best(choices: list[Choice], tried: int, tell: Callable[[int, int], None]) -
             done.append(one)
             tell(len(done), len(steps))
     return mean(done)
-
-
-def _flops_per_token(model: ModelShape, layouts: list[Layout], forwards: int) -> float:
-    """Of the model's forward and backward, and of so many forwards more; pairs above the diagonal left out."""
-    pairs = sum(float(count_pairs(one.segments.begin, one.segments.end).sum()) for one in layouts)
-    tokens = sum(float(one.tokens.sum()) for one in layouts)
-    return (3.0 + forwards) * (model.row_flops + model.pair_flops * pairs / tokens)
 
 
 def _fastest(found: list[Foreseen]) -> Foreseen | None:
