@@ -25,7 +25,7 @@ from deepspeed_cad.version import OLDEST, __version__, is_too_old
 PACKAGES = {
     "torch": f"pip install 'torch>={OLDEST['torch']}'",
     "numpy": "pip install numpy",
-    "greenlet": "pip install greenlet (needed for the overlap by ping-pong)",
+    "greenlet": "pip install greenlet (needed to interleave)",
     "transformers": 'pip install "deepspeed_cad[transformers]"',
     "deepspeed": 'DS_BUILD_OPS=0 pip install --no-build-isolation "deepspeed_cad[deepspeed]"',
     "accelerate": 'pip install "deepspeed_cad[accelerate]"',
