@@ -1,9 +1,8 @@
 """Accelerate: `Accelerator(kwargs_handlers=[CADPlugin(tolerance=0.05)])` turns CAD on for the models it prepares.
 
-In: the class `accelerate.Accelerator`, wrapped when this module is imported: `__init__` takes our plugin out of the
-handlers (Accelerate rejects classes that it does not know), `prepare` and `prepare_model` call `deepspeed_cad.apply`
-before the model is wrapped by DDP or FSDP, or hand the plugin to DeepSpeed's JSON. An Accelerator without the plugin
-is left alone.
+Its class is wrapped when this module is imported: `__init__` takes our plugin out of the handlers (Accelerate rejects
+classes that it does not know), `prepare` and `prepare_model` call `deepspeed_cad.apply` before the model is wrapped by
+DDP or FSDP, or hand the plugin to DeepSpeed's JSON. An Accelerator without the plugin is left alone.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, KwargsHandler
 from deepspeed_cad.integrations.active import ActivationCheck, give_deepspeed
+from deepspeed_cad.integrations.forward_only import wrap_once
 from deepspeed_cad.integrations.prepared import refuse_accelerator, refuse_loader
-from deepspeed_cad.integrations.wrapped import wrap_once
 
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.request import agree
 from deepspeed_cad.session import Session, current_session
 
@@ -148,17 +148,11 @@ class ProcessCheck(ActivationCheck):
             self._turn_on(model, must=trained and session is None)
 
     def _turn_on(self, model: Any, must: bool) -> None:
-        from deepspeed_cad.integrations.models import refuse_model
+        from deepspeed_cad.integrations.models import has_cad
 
-        try:
-            refuse_model(model)
-        except CADUnsupportedError as error:
-            if must:
-                raise
-            logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
-            return
-        apply(model, self.config)
-        self._opened = current_session()
+        if has_cad(model, must):
+            apply(model, self.config)
+            self._opened = current_session()
 
 
 def _waits_for_group() -> bool:

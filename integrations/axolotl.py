@@ -3,9 +3,8 @@
     plugins: [deepspeed_cad.integrations.axolotl.CADPlugin]
     cad: {tolerance: 0.05}      # optional: the keys of the "cad" block
 
-In: axolotl's configuration and the trainer that it made. Out: the trainer's model with CAD, before Accelerate or
-DeepSpeed wrap it. axolotl rejects attention names that it does not know, so `flash_attention` and its like stay as they
-are in the YAML, where they also decide how rows are packed. A reference model (DPO) is left alone.
+axolotl rejects attention names that it does not know, so `flash_attention` and its like stay as they are in the YAML,
+where they also decide how rows are packed. A reference model (DPO) is left alone.
 """
 
 from __future__ import annotations

@@ -115,21 +115,14 @@ class Borders:
         assert self.spanning is not None
         return np.setdiff1d(np.arange(self.batch * self.width), self.spanning.rows)
 
-    def gapped(self, gap: int) -> Borders:
-        """The same pieces with `gap` rows added behind each."""
-        return self._with_gap(gap)[0]
-
-    def rows_in_gapped(self, gap: int, device: torch.device) -> torch.Tensor:
-        """int64 [T]: where each row lies among those of `gapped`."""
-        return self._upload(f"rows {gap}", self._with_gap(gap)[1], device)
-
-    def _with_gap(self, gap: int) -> tuple[Borders, Ints]:
+    def gapped(self, gap: int, device: torch.device) -> tuple[Borders, torch.Tensor]:
+        """The same pieces with `gap` rows added behind each; and int64 [T], where each row lies among those."""
         if gap not in self._gapped:
             lengths = self.lengths
-            shift = np.repeat(np.arange(len(lengths), dtype=np.int64) * gap, lengths)
-            wide = Borders.of_lengths(length + gap for length in lengths)
-            self._gapped[gap] = wide, np.arange(len(shift)) + shift
-        return self._gapped[gap]
+            rows = np.arange(sum(lengths)) + np.repeat(np.arange(len(lengths)) * gap, lengths)
+            self._gapped[gap] = Borders.of_lengths(length + gap for length in lengths), rows
+        wide, rows = self._gapped[gap]
+        return wide, self._upload(f"rows {gap}", rows, device)
 
     def _upload(self, what: str, values: np.ndarray, device: torch.device) -> torch.Tensor:
         found = self._on_device.get((what, device))

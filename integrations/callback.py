@@ -1,7 +1,4 @@
-"""A callback for the Hugging Face Trainer: `Trainer(callbacks=[CADCallback()])` says at the end what CAD saved.
-
-In: the statistics of the session. Out: in the Trainer's final figures (`train_runtime` and so on, and with them in
-WandB and others) three estimates in seconds:
+"""`Trainer(callbacks=[CADCallback()])` says at the end what CAD saved: three estimates in the Trainer's final figures.
 
     cad/saved_s             shorter by so much is the run, at most: attention of the slowest rank without CAD, less with
     cad/would_have_waited_s how long a rank would have waited for the slowest one without CAD, mean over ranks

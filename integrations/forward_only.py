@@ -1,34 +1,37 @@
-"""Forwards without backward: which of them all ranks run together, and which this rank runs alone.
+"""Forwards without backward: which of them all ranks run together, and models that are only looked at.
 
 All ranks run them together with `"forward_only": "balanced"`, and by themselves where all ranks are known to run as
 many: inside a step or an evaluation of the Hugging Face Trainer, and for batches of a prepared loader of Accelerate
-that gives every rank as many. Generation is never shared: answers differ in length, or only one rank generates.
+that gives every rank as many. Generation is never shared: answers differ in length, or only one rank generates. A rank
+that ran out of batches attends for the others with a model that it calls by itself.
 
-A rank that ran out of batches attends for the others with a model that it calls by itself, so it is also known here
-through which wrapper FSDP1 gathers parameters of a model, and where a worker of OpenRLHF ran its last batch.
-
-Models that are only looked at, such as the reference of a preference loss, get CAD's attention by themselves:
-log-probabilities of two models can only be compared to the last bit if the same kernel computed them.
+References of a preference loss get CAD's attention by themselves: log-probabilities of two models can only be compared
+to the last bit if the same kernel computed them.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed_cad.integrations.wrapped import wrap_once
 
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import Session, current_session
 
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
+
 logger = logging.getLogger("deepspeed_cad")
 
+_MARK = "__deepspeed_cad__"
 _in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
 _generates: ContextVar[bool] = ContextVar("deepspeed_cad_generates", default=False)
@@ -36,6 +39,15 @@ _roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Outermost wrappers of FSDP1 that ran."""
 _even_batch: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("deepspeed_cad_even_batch", default=None)
 """Token ids that every rank's loader gave out last, if it is known to give every rank as many batches."""
+
+
+def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap(original)` in the place of a method of another package's class, if that was not done yet."""
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        wrapped = wraps(original)(wrap(original))
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, wrapped)
 
 
 def are_shared(session: Session, given: Mapping[str, Any]) -> bool:
@@ -104,6 +116,30 @@ def install_root_hooks(module: ModuleType) -> None:
     wrap_once(module.FullyShardedDataParallel, "forward", wrap)
 
 
+def follow(binding: Binding) -> None:
+    """This rank has no further forward without backward: attend for ranks that have, until none has any."""
+    model = binding.model()
+    if model is None or binding.session.config.forward_only != "balanced" or binding.session.group_ranks == 1:
+        return
+    # Of no document: what a model computes beside attention may know no rows without tokens, or need a mask.
+    token = torch.zeros(1, 1, dtype=torch.long, device=binding.session.device)
+    given = {"input_ids": token, "attention_mask": torch.ones_like(token)}
+    with torch.no_grad():
+        while (said := binding.feed.others_look()) is not None:
+            number = next(one.model for one in said if len(one.payload))
+            looks = binding.session.find_number(number)
+            if looks is None or (model := looks.model()) is None:
+                binding.refuse(
+                    f"rank {binding.session.rank} has no further forward without backward, and others run a model "
+                    "that it never ran, so it cannot attend for them: turn CAD on for it with "
+                    "deepspeed_cad.apply(model), or run it at least once on every rank"
+                )
+            looks.follows = looks.feed.follow(said)
+            # OpenRLHF's critic gives values of actions, or this.
+            takes = inspect.signature(model.forward).parameters
+            root_of(model)(**given, **({"return_output": True} if "return_output" in takes else {}))
+
+
 def install_worker_hooks(module: ModuleType) -> None:
     """Wrap `execute_batch` of all workers of the module `openrlhf.trainer.ray.launcher`: its experience maker runs
     forwards without backward by it, and no other place knows where a worker's own end. Idempotent."""
@@ -161,3 +197,11 @@ def _look(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], N
         bind(decoder, session)
     except CADUnsupportedError as error:
         logger.info("a %s that is not trained keeps its attention: %s", type(decoder).__name__, error)
+
+
+def keeps_its_own(decoder: torch.nn.Module, given: Mapping[str, Any], device: str) -> bool:
+    """Whether a reference attends by itself: where it is trained, lies on another device (offloaded), or is in fp32
+    on a GPU, where no kernel is but plain operations of torch."""
+    of = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    in_fp32 = next(decoder.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device)
+    return torch.is_grad_enabled() or of.device.type != device or (device == "cuda" and in_fp32)

@@ -1,7 +1,7 @@
 """The functions that transformers calls in place of its own: the mask function and the attention function "cad".
 
-In: what a model's layers pass. Out: a `MaskDescriptor` in place of a mask, and O. Which micro-batch a running forward
-belongs to is in its `Scope`, which the hooks of a binding set; layers carry it on as their descriptor.
+Which micro-batch a running forward belongs to is in its `Scope`, which the hooks of a binding set; the mask function
+gives layers a `MaskDescriptor` in place of a mask, by which they find it.
 """
 
 from __future__ import annotations
@@ -121,16 +121,14 @@ def cad_attention(
 
     What ranks divide among them comes as DTensors, or as this rank's part: attention is that of its heads.
     """
+    given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, **kwargs}
     if is_divided(query):
-        o = attend_locally(cad_attention, query, key, value, s_aux, module=module, attention_mask=attention_mask,
-                           scaling=scaling, dropout=dropout, softcap=softcap, **kwargs)  # fmt: skip
-        return o, None
-    s_aux = None if s_aux is None else to_local(s_aux)
+        given |= {"module": module, "attention_mask": attention_mask}
+        return attend_locally(cad_attention, query, key, value, s_aux, **given), None
+    given["s_aux"] = s_aux = None if s_aux is None else to_local(s_aux)
     if isinstance(attention_mask, PieceMask):
-        given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return attention_mask.attend(cad_attention, module, query, key, value, **given)
     if isinstance(attention_mask, Alone):
-        given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return attention_mask.attend(module, query, key, value, **given), None
     if not isinstance(attention_mask, MaskDescriptor):
         scope = running.get()
@@ -140,10 +138,7 @@ def cad_attention(
                 "know its documents"
             )
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
-        return local_attention(module, name)(
-            module, query, key, value, attention_mask,
-            scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs,
-        )  # fmt: skip
+        return local_attention(module, name)(module, query, key, value, attention_mask, **given)
     session = current_session()
     if session is not None and session.shares.count > 1:
         refuse_heads(module, query, key, s_aux)
@@ -153,10 +148,8 @@ def cad_attention(
     o = attend_layer(run, module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
     padding: Padding | None = attention_mask.micro_batch.padding
     if padding is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        own = masked_attention(
-            module, padding.eager, scaling=scaling, dropout=0.0, softcap=softcap, s_aux=s_aux, **kwargs
-        )
+        given |= {"scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, "dropout": 0.0}
+        own = masked_attention(module, padding.eager, **given)
         o = padding.fill(id(module), attention_mask, query, key, value, o, own)
     return o, None
 

@@ -1,18 +1,16 @@
 """A decoder of transformers that runs as two nano-batches which alternate over its layers: `"overlap": "interleave"`.
 
-The decoder keeps its code and its parameters; it gets a subclass of its own class. Its forward runs the original twice,
-in two greenlets, each with its share of the arguments and a scope that says which nano-batch it is, and joins what both
-return. Layers then belong to one nano-batch per call, also for checkpointing. See nano_batches.py for the order.
-
-Where that cannot be, one line says why, the decoder runs as it is, and micro-batches are no longer cut: as with
-`"local_first"`. Nothing is looked at but the model and what wraps its modules, so every rank finds the same.
+It gets a subclass of its own class, whose forward runs the original twice, in two greenlets, each with its share of the
+arguments and a scope that says which nano-batch it is, and joins what both return: see nano_batches.py for the order.
+Where that cannot be, one line says why, and micro-batches are no longer cut: as with `"local_first"`. Nothing is looked
+at but the model and what wraps its modules, so every rank finds the same.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -146,58 +144,36 @@ class _DynamoOff:
 
 def why_not_twice(decoder: nn.Module) -> str:
     """Why the decoder's forward cannot run twice at a time, each on a part of the tokens; empty where it can."""
-    return next(filter(None, (check(decoder) for check in _CHECKS)), "")
+    return next(_reasons(decoder), "")
 
 
-def _sharding(decoder: nn.Module) -> str:
+def _reasons(decoder: nn.Module) -> Iterator[str]:
+    config = getattr(decoder, "config", None)
     # Each call of a layer gathers its parameters and gives them back, while the other nano-batch is inside.
     if any(hasattr(parameter, "ds_id") for parameter in decoder.parameters()):
-        return "ZeRO-3 shards the parameters, and a layer that ran gives them back"
+        yield "ZeRO-3 shards the parameters, and a layer that ran gives them back"
     for module in decoder.modules():
         if hasattr(module, "_get_fsdp_state") or hasattr(module, "_fsdp_wrapped_module"):
-            return "FSDP wraps its layers, and a layer that ran gives its parameters back or reduces their gradients"
-    return ""
-
-
-def _checkpointing(decoder: nn.Module) -> str:
-    for module in decoder.modules():
+            yield "FSDP wraps its layers, and a layer that ran gives its parameters back or reduces their gradients"
         function = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(module, "gradient_checkpointing", False) and function is not None and is_reentrant(function):
-            return (
+            yield (
                 "reentrant checkpointing runs the backward of a layer in one piece; set use_reentrant to false "
                 "(gradient_checkpointing_kwargs)"
             )
-    return ""
-
-
-def _layers(decoder: nn.Module) -> str:
-    config = getattr(decoder, "config", None)
-    other = sorted(map(str, set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES))
-    if other:
-        return f"layers of type {', '.join(other)} look at earlier tokens by other ways than attention"
+    if other := sorted(map(str, set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)):
+        yield f"layers of type {', '.join(other)} look at earlier tokens by other ways than attention"
     for index, layer in enumerate(decoder_layers(decoder) or ()):
-        names = [type(module).__name__ for module in layer.modules()]
-        if not any("Attention" in name for name in names):
-            return f"layer {index} has no attention, and nobody knows which tokens it looks at"
+        if not any("Attention" in type(module).__name__ for module in layer.modules()):
+            yield f"layer {index} has no attention, and nobody knows which tokens it looks at"
         if any(isinstance(module, nn.Conv1d) for module in layer.modules()):
-            return f"layer {index} has a convolution over tokens"
-    return ""
-
-
-def _positions(decoder: nn.Module) -> str:
-    config = getattr(decoder, "config", None)
-    kind = batch_rope(config)
-    if kind:
-        return f'rope_type is "{kind}": its frequencies depend on the largest position in the batch'
+            yield f"layer {index} has a convolution over tokens"
+    if kind := batch_rope(config):
+        yield f'rope_type is "{kind}": its frequencies depend on the largest position in the batch'
     if getattr(config, "model_type", "") == "opt":
-        return "OPT counts positions by its padding mask"
-    return ""
-
-
-def _images(decoder: nn.Module) -> str:
+        yield "OPT counts positions by its padding mask"
     if "deepstack_visual_embeds" in inspect.signature(decoder.forward).parameters:
-        return "features of images are added between its layers"
-    return ""
+        yield "features of images are added between its layers"
 
 
 def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -207,8 +183,3 @@ def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
     config = getattr(decoder, "config", None)
     names = ("output_hidden_states", "output_router_logits")
     return any(getattr(config, name, False) if given.get(name) is None else given[name] for name in names)
-
-
-_CHECKS: tuple[Callable[[nn.Module], str], ...] = (
-    _sharding, _checkpointing, _layers, _positions, _images,
-)  # fmt: skip

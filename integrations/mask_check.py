@@ -1,8 +1,7 @@
 """The sampled check: the model's own mask function against the plan.
 
-In: this rank's rows, and what transformers hands to a mask interface function. Out: nothing, or a CADUnsupportedError
-that names the query, the key, what the model's mask says and what CAD computes. It looks at some hundred (query, key)
-pairs of this rank, and only now and then, because reading the answer from a GPU waits for it.
+It looks at some hundred (query, key) pairs of this rank, and only now and then, because reading the answer from a GPU
+waits for it. A difference is a CADUnsupportedError that says what the model's mask says and what CAD computes.
 """
 
 from __future__ import annotations

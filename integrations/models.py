@@ -70,6 +70,19 @@ def refuse_model(model: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
+def has_cad(model: PreTrainedModel, must: bool) -> bool:
+    """Whether a model can have CAD. If it must, `refuse_model` raises; else a warning says that it keeps its
+    attention."""
+    try:
+        refuse_model(model)
+    except CADUnsupportedError as error:
+        if must:
+            raise
+        logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
+        return False
+    return True
+
+
 # The checks, from what a model is to what it contains
 
 

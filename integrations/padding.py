@@ -1,26 +1,27 @@
 """Rows of padding: what the model's own attention gives them, where their output may count.
 
-No plan covers rows of padding, so CAD's attention gives them zeros, as FlashAttention in transformers does. The sdpa
-and eager attention of transformers let such a row attend to the real tokens before it in its batch row. Nobody reads
-that where labels are -100 behind the mask; where they are not, or nobody knows, those rows are computed here as the
-model itself would: by its own attention function, on this rank, beside the plan.
-
-In: this rank's rows, the labels that the model was called with. Out: O with its rows of padding filled. `B` batch
-rows, `S` tokens of each, `H` and `K` query and key heads, `D` and `V` their sizes, `m` columns that have padding.
+No plan covers them, so CAD's attention gives them zeros. The sdpa and eager attention of transformers let such a row
+attend to the real tokens before it. Where labels are not -100 behind the mask, or nobody knows, those rows are computed
+here by the model's own attention function, on this rank, beside the plan. `B` batch rows, `S` tokens of each, `H` and
+`K` query and key heads, `D` and `V` their sizes, `m` columns that have padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepspeed_cad.attention.microbatch import MaskDescriptor
+from deepspeed_cad.ahead.documents import MASK, batch_shape
+from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.layout import LocalSegments
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -123,6 +124,39 @@ class Padding:
         shown = torch.from_numpy(real[:, :keys]).to(self.device)
         padding = torch.from_numpy(padded[:, begin:end]).to(self.device)
         return _Block(begin, end, keys, (near & shown[:, None, :])[:, None], padding[:, :, None, None])
+
+
+def find_counted(binding: Binding, micro_batch: MicroBatch, given: Mapping[str, Any]) -> Padding | None:
+    """Rows of padding of a forward whose output may count, where the model's attention gives them one."""
+    real = find_padding(micro_batch.local(), *batch_shape(given))
+    if real is None:
+        return None
+    model, rank, called_with = binding.model(), binding.session.rank, binding.called_with
+    counted, mask = counts(real, called_with), given.get(MASK)
+    none_hidden = mask is None or (mask.ndim == 2 and bool(mask.all()))
+    if mask is None or none_hidden or mask.ndim == 4 or binding.chunked:
+        # Kernels that take cumulative lengths leave such rows undefined, and chunks of them nobody defines.
+        if counted:
+            rows = np.flatnonzero(~real)
+            where = "lie behind cu_seq_lens_q" if none_hidden else "are hidden by attention_mask"
+            binding.refuse(
+                f"rank {rank}: {len(rows)} tokens from row {rows[0]} on {where} and in no document, but some of their "
+                "labels are not -100. Set these to -100, or make them a document"
+            )
+        return None
+    # A router's auxiliary loss may count rows that have no label.
+    key = "output_router_logits"
+    routed = getattr(getattr(model, "config", None), key, False) or called_with.get(key)
+    if "flash" in binding.original or (counted is False and not routed):
+        return None
+    eager = binding.original == "eager"
+    if eager and len(micro_batch.ticks) == 2 and len(real) == 1 and not real[0, 0]:
+        binding.refuse(
+            f"rank {rank}: its only row begins with padding whose output may count. Eager attention gives that the "
+            "mean of all values of the row, but the row is cut into nano-batches and values behind the cut are not "
+            'there yet. Set "overlap": "local_first", or pad on the right'
+        )
+    return Padding(real, eager, binding.session.device)
 
 
 def find_padding(local: LocalSegments, batch: int, width: int) -> Bools | None:

@@ -1,10 +1,9 @@
 """A decoder of transformers as a DeepSpeed PipelineModule, and back: no code by the user.
 
-In: a checkpoint (a folder or a name on the Hub) or a model, and a number of stages. Out: a `PipelineModule` whose
-layers are the embedding, every decoder layer, the last norm and the head. A decoder layer runs inside the model's own
-decoder class, which holds that layer alone: masks, rotary embeddings and whatever else the class does around its layers
-are its own code. Each stage loads its own weights only. What a model does outside of these layers would be lost, so
-a tiny copy of it is compared with its pipeline before anything is loaded.
+Layers are the embedding, every decoder layer, the last norm and the head. A decoder layer runs inside the model's own
+decoder class, which holds that layer alone: masks and rotary embeddings are its own code. Each stage loads its own
+weights only. What a model does outside of these layers would be lost, so a tiny copy of it is compared with its
+pipeline before anything is loaded.
 """
 
 from __future__ import annotations

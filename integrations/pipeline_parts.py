@@ -22,12 +22,16 @@ Load = Callable[[set[int], bool, bool], PreTrainedModel]
 """Gives a model with at least what a stage asks for: decoder layers, whether the embedding and whether the head."""
 
 
-class Embedding(torch.nn.Module):
-    """Token ids and position ids in."""
+class _Inner(torch.nn.Module):
+    """A layer around a module of the model."""
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
+
+
+class Embedding(_Inner):
+    """Token ids and position ids in."""
 
     def forward(self, given: Given) -> Given:
         """Hidden states of tokens."""
@@ -36,8 +40,7 @@ class Embedding(torch.nn.Module):
 
     def as_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, where the embedding is tied to the head."""
-        weight: Any = self.inner.weight
-        return torch.nn.functional.linear(hidden, weight)
+        return torch.nn.functional.linear(hidden, self.inner.weight)
 
 
 class Part(torch.nn.Module):
@@ -74,12 +77,8 @@ class Part(torch.nn.Module):
         return self
 
 
-class Norm(torch.nn.Module):
+class Norm(_Inner):
     """The last norm; position ids end here."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, given: Given) -> torch.Tensor:
         """Normed hidden states."""
@@ -87,12 +86,8 @@ class Norm(torch.nn.Module):
         return normed
 
 
-class Head(torch.nn.Module):
+class Head(_Inner):
     """Logits."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, vocabulary]."""

@@ -1,7 +1,5 @@
-"""What reaches a model on the GPU against what its loader announced, and batches without tokens.
-
-In: the arguments of a decoder. Out: a comparison that is read later, so that nothing waits for the GPU; its mask as
-models expect it; or arguments for one row of padding where a rank has no tokens, and its output without that row.
+"""What reaches a model on the GPU against what its loader announced, its mask as models expect it, and batches without
+tokens.
 """
 
 from __future__ import annotations

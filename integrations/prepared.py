@@ -1,11 +1,9 @@
 """Prepared loaders of Accelerate: each micro-batch is announced while the one before it trains.
 
-In: the class `accelerate.data_loader.DataLoaderShard`, whose iteration is wrapped once per process. A loader stays what
-it is; only its iterator changes, and only where it is seen that its batches are trained as they are: CAD is on for one
-model, the first batch of the epoch was its next training forward, unchanged, on every rank. So loaders of evaluation,
-loaders that a script only looks at, and batches that a script shortens or joins go straight through; of loaders that
-give every rank as many batches, forwards without backward are balanced. Kinds of parallelism and of loading that
-do not go together with CAD are refused.
+A loader stays what it is; only its iterator changes, and only where it is seen that its batches are trained as they
+are: CAD is on for one model, the first batch of the epoch was its next training forward, unchanged, on every rank. So
+loaders of evaluation, and batches that a script shortens or joins, go straight through; of loaders that give every rank
+as many batches, forwards without backward are balanced. What does not go together with CAD is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deepspeed_cad.integrations.forward_only import given_out
-from deepspeed_cad.integrations.wrapped import wrap_once
+from deepspeed_cad.integrations.forward_only import given_out, wrap_once
 
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.loader import LookAheadLoader

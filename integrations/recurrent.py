@@ -1,12 +1,10 @@
 """Layers that carry state from token to token, in models that mix them with attention.
 
-In: a model whose delta nets, state spaces (Mamba) and short convolutions `find_recurrent` recognises, and the borders
-of a micro-batch. Out: the same layers, none of which carries state over a border. Where the kernels in use take borders
-they get them; where only a convolution ignores them, blank rows part the documents; else documents run one by one,
-which is exact whatever the layer does. `state_check.py` finds out which, on the layer itself.
-
-The borders come to a decoder layer as an argument, so that every kind of checkpointing repeats them, and from there to
-the layers inside. `B` batch rows, `S` tokens of each, `T` = B · S, `D` hidden size.
+Where the kernels of delta nets, state spaces (Mamba) and short convolutions take borders of documents they get them;
+where only a convolution ignores them, blank rows part the documents; else documents run one by one, which is exact
+whatever the layer does. `state_check.py` finds out which, on the layer itself. The borders come to a decoder layer as
+an argument, so that every kind of checkpointing repeats them, and from there to the layers inside. `B` batch rows, `S`
+tokens of each, `T` = B · S, `D` hidden size.
 """
 
 from __future__ import annotations
@@ -83,8 +81,6 @@ class Ways:
         """`fail` stops all ranks with an error."""
         self.fail = fail
         self.found: dict[Any, Way] = {}
-        self.said: set[str] = set()
-        """Classes about which the user was told."""
 
 
 @dataclass(eq=False)
@@ -256,8 +252,9 @@ def _choose(call: _Call, inside: _Inside, hidden_BSD: torch.Tensor, label: str) 
             )
         )
     if certain:
+        if not any(kind[0] is one for one, *_ in ways.found):
+            _say(module, way, reasons)
         ways.found[kind] = way
-        _say(module, way, reasons, ways)
     return way
 
 
@@ -311,7 +308,7 @@ class _Call:
         if way is Way.BORDERS:
             told = {"seq_idx": borders.sequence(device)} if "seq_idx" in self.takes else {}
             return self._varlen(borders, hidden_1TD, attention_mask=mask_1T, **told)
-        wide, rows = borders.gapped(self.gap), borders.rows_in_gapped(self.gap, device)
+        wide, rows = borders.gapped(self.gap, device)
         blank = hidden_1TD.new_zeros(1, wide.width, hidden_1TD.shape[-1])
         output = self._varlen(wide, blank.index_copy(1, rows, hidden_1TD), attention_mask=None)
         return output.index_select(1, rows)
@@ -344,16 +341,12 @@ def _package(module: nn.Module) -> str:
     return "Install mamba-ssm and causal-conv1d"
 
 
-def _say(module: nn.Module, way: Way, reasons: list[str], ways: Ways) -> None:
-    name = type(module).__name__
-    if name in ways.said:
-        return
-    ways.said.add(name)
+def _say(module: nn.Module, way: Way, reasons: list[str]) -> None:
     if way is Way.DOCUMENTS:
         logger.warning(
             "deepspeed_cad: %s runs document by document, which is exact but slow: the kernels in use would let state "
             "cross documents (%s). %s",
-            name, "; ".join(reasons) or "they take no borders", _package(module),
+            type(module).__name__, "; ".join(reasons) or "they take no borders", _package(module),
         )  # fmt: skip
     else:
-        logger.info("deepspeed_cad: %s keeps documents apart: %s", name, way.value)
+        logger.info("deepspeed_cad: %s keeps documents apart: %s", type(module).__name__, way.value)

@@ -12,14 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations.structure import name_layer
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.shares import DATA, TENSOR, Replica, replica_in
-
-try:
-    from torch.distributed.tensor import DTensor, Partial, Shard
-except ImportError:  # a torch without torch.distributed
-    DTensor = Partial = Shard = None  # type: ignore[assignment, misc]
 
 _APART = (*DATA, "dp_cp", "dp_shard_cp", "ep", "efsdp", "pp")
 """Names of axes of parameters' meshes that do not divide heads: Accelerate's and transformers' own among them."""
@@ -32,7 +28,7 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
 
     Raises CADConfigError where parameters lie on a mesh of which it is not known what its axes divide.
     """
-    if not dist.is_initialized() or DTensor is None:
+    if not dist.is_initialized():
         return None
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None and not mesh.mesh_dim_names:
@@ -56,7 +52,7 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
 
 def is_divided(x: Any) -> bool:
     """Whether a tensor is a DTensor."""
-    return DTensor is not None and isinstance(x, DTensor)
+    return isinstance(x, DTensor)
 
 
 def attend_locally(

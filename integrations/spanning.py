@@ -1,10 +1,8 @@
 """Layers that carry state, run on documents that span ranks.
 
-In: rows of such documents, a layer of transformers, and how its rows come together (`Spanning`). Out: the layer's
-output for these rows, as on one rank. Projections, gates and norms run on the rank's own rows as they are. Two
-functions of the layer's module are others while it runs: the convolution gets the rows before each piece, and the
-recurrent kernel runs whole documents, of some heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels,
-`G` head groups, `x` any size.
+Projections, gates and norms run on the rank's own rows as they are. Two functions of the layer's module are others
+while it runs: the convolution gets the rows before each piece, and the recurrent kernel runs whole documents, of some
+heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels, `G` head groups, `x` any size.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """How a layer that carries state is run so that none crosses a document's border, found out on the layer itself.
 
-In: such a layer while it runs, its parameters whole. Out: the first way of `Way` that passes the probe: of two tiny
-documents in a row, what the second gives must not change when the first does, and both must give what they give alone.
-Packages and versions differ in what they do with borders (some take them, some raise, some ignore them silently), so
-nothing is concluded from their names.
-
-The probe has random numbers of its own, runs without gradients and outside of checkpointing's recorders, and calls the
-layer equally often on every rank.
+The first way of `Way` that passes the probe: of two tiny documents in a row, what the second gives must not change when
+the first does, and both must give what they give alone. Packages and versions differ in what they do with borders, so
+nothing is concluded from their names. The probe has random numbers of its own, runs without gradients and outside of
+checkpointing's recorders, and calls the layer equally often on every rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Hugging Face Trainer: its steps are arranged and announced ahead, and its log shows CAD's statistics.
 
-In: the class `transformers.Trainer`, wrapped once per process at class level, so that TRL's and other trainers that
-derive from it are served too. Inside a step all ranks run the same forwards, and in an evaluation in which they have as
-many batches: those without backward are balanced. A trainer whose model is not bound goes straight through.
+Its class is wrapped once per process, so that trainers that derive from it are served too. Inside a step all ranks run
+the same forwards, and in an evaluation in which they have as many batches: those without backward are balanced.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
-from deepspeed_cad.integrations.forward_only import in_step
+from deepspeed_cad.integrations.forward_only import in_step, wrap_once
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
-from deepspeed_cad.integrations.wrapped import wrap_once
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source

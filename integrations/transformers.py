@@ -15,45 +15,18 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from deepspeed_cad.integrations import borders as borders_of
+from deepspeed_cad.integrations import forward_only, models, structure
 from deepspeed_cad.integrations.borders import Borders, find_borders
-from deepspeed_cad.integrations.forward_only import (
-    are_shared,
-    generates,
-    install_generation_hooks,
-    install_root_hooks,
-    root_of,
-    watch_for_references,
-)
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import interleave
 from deepspeed_cad.integrations.mask_check import is_due
-from deepspeed_cad.integrations.models import (
-    batch_rope,
-    describe,
-    is_mixture,
-    refuse_beside_chunks,
-    refuse_checkpointing,
-    refuse_model,
-    refuse_spanning,
-)
-from deepspeed_cad.integrations.padding import Padding, counts, find_padding
+from deepspeed_cad.integrations.padding import find_counted
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
 from deepspeed_cad.integrations.spanning import why_not
-from deepspeed_cad.integrations.structure import (
-    decoder_layers,
-    default_attention,
-    find_decoder,
-    find_model,
-    has_cache,
-    has_chunks,
-    text_part,
-    training_device,
-)
 from deepspeed_cad.integrations.ulysses import Ulysses
 from deepspeed_cad.integrations.verify import (
     Check,
@@ -82,16 +55,20 @@ class Binding:
         """`reference`: it is only looked at, and keeps its attention where it is trained."""
         self.session, self.reference = session, reference
         self.model = weakref.ref(model)
-        self.decoder = weakref.ref(find_decoder(model))
+        self.decoder = weakref.ref(structure.find_decoder(model))
         before = model.config._attn_implementation
         # The config of a copy of a model for which CAD is on has our name.
-        self.original = default_attention(model.config) if before in (None, NAME) else before
-        self.chunked = has_chunks(text_part(model).config)
+        self.original = structure.default_attention(model.config) if before in (None, NAME) else before
+        self.chunked = structure.has_chunks(structure.text_part(model).config)
         """Some of its layers attend in chunks."""
         if self.chunked:
-            refuse_beside_chunks(session)
+            models.refuse_beside_chunks(session)
         self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
-        self.feed = session.open_reference_feed(describe(model)) if reference else session.open_feed(describe(model))
+        self.feed = (
+            session.open_reference_feed(models.describe(model))
+            if reference
+            else session.open_feed(models.describe(model))
+        )
         if not reference:
             settle(self.feed, model, NOT_STATED)
         self.forwards = 0
@@ -100,7 +77,7 @@ class Binding:
         """Arguments of the whole model while its forward runs; empty where only its decoder is called."""
         self.looked = 0
         """Forwards without backward so far that all ranks ran together."""
-        self._follows: MicroBatch | None = None
+        self.follows: MicroBatch | None = None
         """What other ranks have and this one attends without rows of its own."""
         self.last_read: LocalSegments | None = None
         """Documents of this rank in the last training forward."""
@@ -114,8 +91,8 @@ class Binding:
         """Of the running forward, where layers carry state."""
         self.comparing = False
         """The model runs once more, to compare its loss."""
-        decoder = find_decoder(model)
-        layers, recurrent = decoder_layers(decoder) or torch.nn.ModuleList(), find_recurrent(decoder)
+        decoder = structure.find_decoder(model)
+        layers, recurrent = structure.decoder_layers(decoder) or torch.nn.ModuleList(), find_recurrent(decoder)
         self._checkpointed = weakref.WeakSet([decoder, *layers[:1]])
         """Modules of which one says whether activation checkpointing is on."""
         if self.ulysses is not None and recurrent:
@@ -127,11 +104,11 @@ class Binding:
         """How its layers that carry state are run; None where it has none."""
         self.state_stays = why_not(session, recurrent) if recurrent else ""
         """Why state cannot travel with documents that span ranks; empty where it can."""
-        whole = self.ways or batch_rope(decoder.config) or session.config.verify
+        whole = self.ways or models.batch_rope(decoder.config) or session.config.verify
         self.feed.cuts = not whole and session.config.overlap_used != "interleave"
         AttentionInterface.register(NAME, cad_attention)
         AttentionMaskInterface.register(NAME, cad_mask)
-        self._switch(text_part(model))
+        self._switch(structure.text_part(model))
         if decoder is not model:
             model.register_forward_pre_hook(_hook(self, "model", Binding._before_model), with_kwargs=True)
             model.register_forward_hook(_hook(self, "model", Binding._after_model), always_call=True)
@@ -146,7 +123,7 @@ class Binding:
             watch_state(decoder, layers)
         session.decoders.add(decoder)
         if not reference:
-            watch_for_references(decoder, bind_reference)
+            forward_only.watch_for_references(decoder, bind_reference)
             session.bindings[model] = self
 
     @staticmethod
@@ -167,7 +144,7 @@ class Binding:
         if model is not None:
             for hook in self._hooks:
                 hook.remove()
-            text_part(model).set_attn_implementation(self.original)
+            structure.text_part(model).set_attn_implementation(self.original)
 
     def enter(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Before the decoder's forward: find the micro-batch and its plan."""
@@ -181,13 +158,13 @@ class Binding:
             self.session.references.pop(decoder, None)
             self.remove()
             return {}
-        cached = has_cache(given) or generates()
+        cached = structure.has_cache(given) or forward_only.generates()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
-        follows = self._follows is not None
-        even = follows or (not asks and are_shared(self.session, given))
+        follows = self.follows is not None
+        even = follows or (not asks and forward_only.are_shared(self.session, given))
         shared = training or (even and not cached)
-        if self.reference and self._keeps_its_own(decoder, given):
+        if self.reference and forward_only.keeps_its_own(decoder, given, self.session.device.type):
             running.set(Scope(self, None))
             return {}
         if not shared and (cached or self.ulysses is not None):
@@ -209,10 +186,10 @@ class Binding:
         if shared:
             self.session.count(micro_batch, training)
             if micro_batch.layout.segments.begin.any():
-                refuse_spanning(getattr(decoder, "config", None), self.state_stays)
+                models.refuse_spanning(getattr(decoder, "config", None), self.state_stays)
         empty = 0 in batch_shape(given)
         if not (empty or follows) and self.ulysses is None:
-            self._look_at_padding(micro_batch, given)
+            micro_batch.padding = find_counted(self, micro_batch, given)
         ready_made = getattr(given.get(MASK), "ndim", 2) == 4
         shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
         running.set(Scope(self, micro_batch, training, shared, unread, empty, shown=shown))
@@ -246,18 +223,10 @@ class Binding:
         self.end_model(output)
         self.called_with = {}
 
-    def _keeps_its_own(self, decoder: torch.nn.Module, given: dict[str, Any]) -> bool:
-        """Whether a reference attends by itself: where it is trained, lies on another device (offloaded), or is in fp32
-        on a GPU, where no kernel is but plain operations of torch."""
-        of = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
-        device = self.session.device.type
-        in_fp32 = next(decoder.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device)
-        return torch.is_grad_enabled() or of.device.type != device or (device == "cuda" and in_fp32)
-
     def _take(self, decoder: torch.nn.Module, given: dict[str, Any]) -> tuple[MicroBatch, Unread | None]:
         """The micro-batch of a training forward, and what is compared later where it was not read."""
         if any(getattr(m, "gradient_checkpointing", False) for m in self._checkpointed):
-            refuse_checkpointing(decoder)
+            models.refuse_checkpointing(decoder)
         announced = self.feed.next_announced
         unread = None if announced is None or self.feed.draws_more else compare_later(given, announced)
         if announced is None or unread is None:
@@ -271,7 +240,7 @@ class Binding:
     def _look(self, given: dict[str, Any]) -> MicroBatch:
         """The micro-batch of a forward without backward that all ranks run together."""
         self.looked += 1
-        following, self._follows = self._follows, None
+        following, self.follows = self.follows, None
         if following is not None:
             return following
         return self.feed.look(self._read(given))
@@ -289,26 +258,7 @@ class Binding:
 
     def follow(self) -> None:
         """This rank has no further forward without backward: attend for ranks that have, until none has any."""
-        model = self.model()
-        if model is None or self.session.config.forward_only != "balanced" or self.session.group_ranks == 1:
-            return
-        # Of no document: what a model computes beside attention may know no rows without tokens, or need a mask.
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.session.device)
-        given = {"input_ids": token, "attention_mask": torch.ones_like(token)}
-        with torch.no_grad():
-            while (said := self.feed.others_look()) is not None:
-                number = next(one.model for one in said if len(one.payload))
-                looks = self.session.find_number(number)
-                if looks is None or (model := looks.model()) is None:
-                    self._refuse(
-                        f"rank {self.session.rank} has no further forward without backward, and others run a model "
-                        "that it never ran, so it cannot attend for them: turn CAD on for it with "
-                        "deepspeed_cad.apply(model), or run it at least once on every rank"
-                    )
-                looks._follows = looks.feed.follow(said)
-                # OpenRLHF's critic gives values of actions, or this.
-                takes = inspect.signature(model.forward).parameters
-                root_of(model)(**given, **({"return_output": True} if "return_output" in takes else {}))
+        forward_only.follow(self)
 
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:
         """Arguments by which layers that carry state learn where documents begin."""
@@ -356,41 +306,7 @@ class Binding:
         check.output = self._check = None
         check.say()
 
-    def _look_at_padding(self, micro_batch: MicroBatch, given: dict[str, Any]) -> None:
-        """Have rows of padding computed where their output may count and the model's attention gives them one."""
-        real = find_padding(micro_batch.local(), *batch_shape(given))
-        if real is None:
-            return
-        model, rank = self.model(), self.session.rank
-        counted = counts(real, self.called_with)
-        mask = given.get(MASK)
-        none_hidden = mask is None or (mask.ndim == 2 and bool(mask.all()))
-        if mask is None or none_hidden or mask.ndim == 4 or self.chunked:
-            # Kernels that take cumulative lengths leave such rows undefined, and chunks of them nobody defines.
-            if counted:
-                rows = np.flatnonzero(~real)
-                where = "lie behind cu_seq_lens_q" if none_hidden else "are hidden by attention_mask"
-                self._refuse(
-                    f"rank {rank}: {len(rows)} tokens from row {rows[0]} on {where} and in no document, but some of "
-                    "their labels are not -100. Set these to -100, or make them a document"
-                )
-            return
-        # A router's auxiliary loss may count rows that have no label.
-        routed = getattr(getattr(model, "config", None), "output_router_logits", False) or self.called_with.get(
-            "output_router_logits"
-        )
-        if "flash" in self.original or (counted is False and not routed):
-            return
-        eager = self.original == "eager"
-        if eager and len(micro_batch.ticks) == 2 and len(real) == 1 and not real[0, 0]:
-            self._refuse(
-                f"rank {rank}: its only row begins with padding whose output may count. Eager attention gives that the "
-                "mean of all values of the row, but the row is cut into nano-batches and values behind the cut are not "
-                'there yet. Set "overlap": "local_first", or pad on the right'
-            )
-        micro_batch.padding = Padding(real, eager, self.session.device)
-
-    def _refuse(self, reason: str) -> NoReturn:
+    def refuse(self, reason: str) -> NoReturn:
         """Stop on every rank: this one announced its micro-batch and cannot train it."""
         self.feed.fail(CADDataError(reason))
 
@@ -407,7 +323,7 @@ class Binding:
                 "cannot learn where documents begin. Use transformers 5 or newer, or train without CAD"
             )
         if scope.micro_batch.check is not None and output is not None:
-            scope.micro_batch.check.end_forward(output, is_mixture(getattr(self.decoder(), "config", None)))
+            scope.micro_batch.check.end_forward(output, models.is_mixture(getattr(self.decoder(), "config", None)))
             if not self.called_with:
                 self.end_model(output)
         if output is None and scope.shared:  # the forward raised
@@ -421,7 +337,7 @@ class Binding:
         if scope.unread is not None:
             scope.unread.event.synchronize()
             if bool(scope.unread.differs):
-                self._refuse(
+                self.refuse(
                     f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
                     'announced. Set "look_ahead": 0 if batches are changed between loader and model, or fewer than a '
                     "step's are skipped"
@@ -445,30 +361,30 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
 
     `replica`: the ranks that divide its heads; None: those that its parameters say.
     """
-    inner = find_model(model)
-    refuse_model(inner)
+    inner = structure.find_model(model)
+    models.refuse_model(inner)
     replica = replica or find_replica(inner)
     if replica is not None:
         refuse_parts_of_heads(inner, len(replica.ranks))
-    session = open_session(config, training_device(inner), replica)
+    session = open_session(config, structure.training_device(inner), replica)
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
-    reference = session.references.pop(find_decoder(inner), None)
+    reference = session.references.pop(structure.find_decoder(inner), None)
     if reference is not None:
         reference.remove()
     binding = Binding(inner, session)
     when_imported("transformers.trainer", lambda module: _room("trainer").install_trainer_hooks(module))
     when_imported("accelerate.data_loader", lambda module: _room("prepared").install_loader_hooks(module))
-    when_imported("transformers.generation.utils", install_generation_hooks)
-    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", install_root_hooks)
+    when_imported("transformers.generation.utils", forward_only.install_generation_hooks)
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", forward_only.install_root_hooks)
     return binding
 
 
 def bind_reference(decoder: torch.nn.Module, session: Session) -> None:
     """Give a model that is only looked at the attention of CAD. Raises CADUnsupportedError where it has none."""
     if isinstance(decoder, PreTrainedModel):
-        refuse_model(decoder)
+        models.refuse_model(decoder)
         session.references[decoder] = Binding(decoder, session, reference=True)
 
 

@@ -1,8 +1,7 @@
 """Ulysses around CAD: DeepSpeed's `UlyssesSPAttentionHF` gives every rank all tokens of a few heads, and CAD attends.
 
-In: the attention that `register_with_transformers` put in the place of the model's own. Out: what the mask function
-gives to layers, whose attention is the same with ours inside. In evaluation documents are read from the positions that
-Ulysses gathers, because each rank's batch has a piece of them only.
+In evaluation documents are read from the positions that Ulysses gathers, because each rank's batch has a piece of them
+only.
 """
 
 from __future__ import annotations

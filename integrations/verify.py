@@ -3,25 +3,20 @@
 In: a bound model while it trains. Out: one line for each verified micro-batch, or an error that names the tensor, the
 rank and both values. Three things are compared, so that it holds under every host framework:
 
-1. The decoder runs a second time, before the first, on the same arguments and random numbers, without gradients: each
-   document alone, by the attention function that the model had before CAD. Its output is compared, and the loss where
-   the model computes it (the head runs a second time on that output).
+1. The decoder runs a second time, before the first, without gradients: each document alone, by the attention function
+   that the model had before CAD. Its output is compared, and the loss where the model computes it.
 2. O of every attention call is compared with plain softmax attention of the Q, K and V that the call got.
-3. dQ, dK, dV of every call likewise, for the dO that arrives. The rest of the backward is the same code on the same
-   tensors, so gradients of parameters differ exactly where these do. They are not compared themselves: under ZeRO and
-   FSDP no rank ever holds them whole.
+3. dQ, dK, dV of every call likewise. Gradients of parameters differ exactly where these do; they are not compared
+   themselves, because under ZeRO and FSDP no rank ever holds them whole.
 
 How far a row may lie off follows from the least precise data type that computes anything on the way: in 1 of all that
-ran without CAD, because models compute parts of themselves in fp32, and autocast most of them in bf16; in 2 and 3 of O.
-
-Documents that span ranks cannot be run on one: then 1 is left out, and 2 and 3 look at the others. Where nano-batches
-alternate, only 1 is done. `B` batch rows, `S` tokens of each, `T` = B · S, `R` rows that read `U` keys; heads and sizes
-as in attention/serve.py.
+ran without CAD, in 2 and 3 of O. Documents that span ranks cannot be run on one: then 1 is left out, 2 and 3 look at
+the others. Where nano-batches alternate, only 1 is done. `B` batch rows, `S` tokens of each, `T` = B · S, `R` rows that
+read `U` keys; heads and sizes as in attention/serve.py.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +31,6 @@ from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.notice import notice
-
-logger = logging.getLogger("deepspeed_cad")
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 """How far a row may lie from its reference, as a share of its own norm or of the mean norm of all, if that is more.
@@ -98,11 +91,6 @@ class Check:
         """The largest error of each kind, and what was allowed."""
         self._waiting: set[str] = set()
         """Calls whose gradients were not compared yet."""
-        if self._left_out and number == 0:
-            logger.warning(
-                "deepspeed_cad: verify: documents that span ranks cannot be run on one: they are not compared, and the "
-                "decoder is not run a second time"
-            )
 
     def attend(self, descriptor: MaskDescriptor, layer: LayerInput) -> torch.Tensor:
         """O [T, H, V] of a layer, compared; its gradients are compared when they arrive."""

@@ -30,17 +30,17 @@ class LookAheadLoader:
     def __iter__(self) -> Iterator[Any]:
         source, model, given = Source(self._loader, iter(self._loader)), self._follower, 0
         # Forwards so far that trained, and those without backward that all ranks ran together.
-        before = (0, 0) if model is None else (model.trained, model.looked)
+        before = (0, 0) if model is None else (model.forwards, model.looked)
         looks = model is not None and model.looks_at_loader()
         # A model that is in eval mode now may be in train mode when its first batch comes.
         while looks and (batches := source.take(1)):
             given += 1
             yield batches[0]
-            looks = model.trained == before[0]
+            looks = model.forwards == before[0]
         if not looks:
             yield from self._announced(source, given)
         source.finish()
-        if model is None or model.trained > before[0]:
+        if model is None or model.forwards > before[0]:
             return
         if not looks:  # a model in train mode, but without gradients
             self._feed.begin_epoch()

@@ -10,9 +10,9 @@ other one, and neither has to wait where both take as long:
 Autograd runs its nodes in the reverse order of their creation, so the backward mirrors this without further help.
 
 Greenlets stay on one thread, and a nano-batch may hand over inside a checkpointed layer. Such a layer pushed hooks for
-the tensors that autograd saves, and perhaps modes or another grad mode; the other nano-batch must not see them, or its
-tensors end up in the wrong layer. Greenlets switch Python's context variables; torch's own state is switched here,
-private calls included. Tried on torch 2.13.
+the tensors that autograd saves, and perhaps dispatch modes or another grad mode; the other nano-batch must not see
+them, or its tensors end up in the wrong layer. Greenlets switch Python's context variables; torch's own state is
+switched here, private calls included. Tried on torch 2.13.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch._C import (
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
+from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -128,19 +123,16 @@ class ThreadState:
         self._own: tuple[Any, ...] | None = None
         self._around: tuple[Any, ...] = ()
         self._hooks: list[tuple[Any, Any]] = []
-        self._function_modes: list[Any] = []
-        self._dispatch_modes: list[Any] = []
-        self._base: tuple[Any, int, int] = (None, 0, 0)
+        self._modes: list[Any] = []
+        self._base: tuple[Any, int] = (None, 0)
 
     def __enter__(self) -> None:
         """Before it goes on."""
         self._around = self._settings()
-        self._base = (_top_saved_tensors_default_hooks(True), _len_torch_function_stack(), _len_torch_dispatch_stack())
+        self._base = _top_saved_tensors_default_hooks(True), _len_torch_dispatch_stack()
         for pack, unpack in self._hooks:
             _push_saved_tensors_default_hooks(pack, unpack)
-        for mode in self._function_modes:
-            _push_on_torch_function_stack(mode)
-        for mode in self._dispatch_modes:
+        for mode in self._modes:
             _push_mode(mode)
         if self._own is not None:
             self._set(self._own)
@@ -150,11 +142,8 @@ class ThreadState:
         """After it handed over or ended."""
         self.random.take_off()
         self._own = self._settings()
-        top, function_modes, dispatch_modes = self._base
-        self._dispatch_modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack() - dispatch_modes)][::-1]
-        self._function_modes = [
-            _pop_torch_function_stack() for _ in range(_len_torch_function_stack() - function_modes)
-        ][::-1]
+        top, below = self._base
+        self._modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack() - below)][::-1]
         self._hooks = []
         while (now := _top_saved_tensors_default_hooks(True)) is not None and not _same(now, top):
             self._hooks.insert(0, now)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from openrlhf_on_cpu import stay_on_cpu
 
-stay_on_cpu(fp32=True)
+stay_on_cpu()
 # Nothing is generated here, and names of the generator are all that an import needs.
 sys.modules |= {name: MagicMock(__path__=[]) for name in ("vllm", "vllm.inputs", "vllm.utils")}
 import openrlhf.cli.train_ppo_ray as ppo

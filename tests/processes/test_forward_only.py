@@ -130,30 +130,6 @@ def _trainer(rank: int, world: int, folder: str, kind: str) -> tuple[dict[str, f
     return found, 0 if session is None else session.forward_only.micro_batches
 
 
-def _loaders(rank: int, world: int) -> int:
-    """A loop of Accelerate: its prepared loader gives both ranks as many batches; another forward is local."""
-    from accelerate import Accelerator
-    from trainers import PackedRows, collate
-
-    accelerator = Accelerator(cpu=True)
-    model, reference = _model(BLOCK), training.tiny_llama()
-    loader = accelerator.prepare(torch.utils.data.DataLoader(PackedRows(7), batch_size=1, collate_fn=collate))
-    prepared, session = accelerator.prepare(model), deepspeed_cad.current_session()
-    prepared.eval()
-    with torch.no_grad():
-        for batch in loader:
-            loss = training.loss_sum(prepared, batch)
-            with torch.enable_grad():
-                ends = (batch["position_ids"][0] == 0).nonzero()[1:, 0].tolist()
-                docs = torch.tensor_split(batch["input_ids"][0], ends)
-                assert abs(float(loss) - training.alone(reference, list(docs))[0]) < 1e-8
-        before = session.forward_only.micro_batches
-        if rank == 0:
-            prepared(**training.pack(training.documents([30], seed=0)))
-    assert session.forward_only.micro_batches == before
-    return before
-
-
 KINDS = ("plain", "even", "unknown")
 
 
@@ -165,8 +141,3 @@ def test_evaluations_of_the_trainer(fresh_workers: WorkerPool, tmp_path: Any) ->
         assert abs(plain[0]["eval_loss"] - even[0]["eval_loss"]) < 1e-5 and (plain[1], even[1]) == (0, 4)
         assert abs(plain[0]["eval_loss"] - said["unknown"][rank][0]["eval_loss"]) < 1e-5
         assert said["unknown"][rank][1] == 0
-
-
-@pytest.mark.slow
-def test_prepared_loaders_of_accelerate(fresh_workers: WorkerPool) -> None:
-    assert fresh_workers.run(_loaders, 2, timeout=100.0) == [4, 4]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import training
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
-from trainers import BLOCK, without_and_with
+from trainers import BLOCK
 
 WORLD, PIECES, STEPS = 4, 2, 3
 LENGTHS = [[300, 20], [40, 30, 9, 1, 80], [100, 100]]
@@ -181,65 +181,3 @@ def test_zero(fresh_workers: WorkerPool, stage: int, accumulation: int) -> None:
         assert len(found["plain"]) == STEPS * PIECES and found["cad"] == pytest.approx(found["plain"], abs=1e-5)
         assert len(set(found["plain"])) > 1 and found["cad after"] < 1.05 and found["packed after"] < 1.05
         assert found["packed"][0] == pytest.approx(found["alone"], abs=1e-5)
-
-
-def _accelerate(cad: bool) -> list[float]:
-    """A loop of Accelerate's, with `sp_size` and a plugin of ours."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed_cad.integrations.accelerate import CADPlugin
-    from torch.utils.data import DataLoader
-
-    parallel_state_sp._release_sequence_parallel_groups()
-    sizes = ParallelismConfig(
-        sp_backend="deepspeed", sp_size=PIECES, dp_shard_size=WORLD // PIECES,
-        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
-    )  # fmt: skip
-    config = engine_config(3)
-    del config["optimizer"]
-    accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=sizes,
-        kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [],
-    )  # fmt: skip
-    # Each rank of a group reads a row of its own, and both train both; over gloo all rows are as long.
-    rows = [training.pack(training.documents([64], seed)) for seed in range(STEPS * WORLD)]
-    loader: Any = DataLoader(rows, batch_size=1, collate_fn=lambda own: own[0])
-    model: Any = training.tiny_llama(torch.float32, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    losses = []
-    for batch in loader:
-        loss = _loss_sum(model, batch) / 32
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def _compare(rank: int, world: int) -> list[list[float]]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    import deepspeed_cad
-
-    import_deepspeed()
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def run(cad: bool) -> list[float]:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
-        losses = _accelerate(cad)
-        if cad:
-            shares = deepspeed_cad.current_session().shares
-            assert shares.pieces and shares.count == PIECES
-        return losses
-
-    return list(without_and_with(run))
-
-
-@pytest.mark.slow
-def test_accelerate(fresh_workers: WorkerPool) -> None:
-    for plain, cad in fresh_workers.run(_compare, WORLD, timeout=140.0):
-        assert len(set(plain)) > 1 and cad == pytest.approx(plain, abs=1e-5)

@@ -9,10 +9,9 @@ import pytest
 import served
 import torch
 import training
-from engines import import_deepspeed
 from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
-from trainers import BLOCK, PackedRows, collate, training_arguments, zero
+from trainers import BLOCK
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
@@ -91,23 +90,3 @@ def test_a_corrupted_exchange_is_found(workers: WorkerPool) -> None:
     texts = workers.run(_corrupted, 2)
     assert "verify: rank 0, micro-batch 0" in texts[0] and "O of LlamaAttention of layer 0 differs" in texts[0]
     assert "rank 0" in texts[1]
-
-
-def _trainer(rank: int, world: int, folder: str) -> list[str]:
-    from transformers import Trainer
-
-    import_deepspeed()
-    said = _said()
-    model = training.sdpa_llama()
-    arguments = training_arguments(
-        folder, max_steps=3, deepspeed={**zero(3), "cad": VERIFY}, gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-    )  # fmt: skip
-    Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()
-    return said
-
-
-@pytest.mark.slow
-def test_trainer(fresh_workers: WorkerPool, tmp_path: Any) -> None:
-    first, _ = fresh_workers.run(_trainer, 2, str(tmp_path), timeout=120.0)
-    assert len(first) == 2 and all("is the same without CAD" in line and "dK" in line for line in first)

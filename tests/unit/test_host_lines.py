@@ -14,32 +14,18 @@ from deepspeed_cad.integrations.trainer import unknown_loss, wrong_loss
 from deepspeed_cad.integrations.verify import loss_of
 from transformers import Trainer
 
-from deepspeed_cad.config import CADConfig
 from deepspeed_cad.report.statistics import Statistics
-
-FIGURES = Statistics(micro_batches=4, planning_s=0.012, waited_s=1.5, bytes_sent=3 << 20, slowest_before=6.0,
-                     slowest=4.5, mean=4.0)  # fmt: skip
-
-
-class Session:
-    """What a binding's session says."""
-
-    def __init__(self) -> None:
-        self.config = CADConfig()
-        self.statistics, self.cost = FIGURES, SimpleNamespace(unit="seconds")
-
-    def take_statistics(self, reader: str) -> Statistics:
-        return FIGURES
-
-
-def binding_of(session: Session) -> Any:
-    decoder = SimpleNamespace(layers=torch.nn.ModuleList(torch.nn.Identity() for _ in range(6)))
-    return SimpleNamespace(session=session, feed=SimpleNamespace(keys=["full", "windowed"]), decoder=lambda: decoder)
 
 
 def test_savings_are_those_of_all_layers() -> None:
     """Six layers of two kinds: three of each, and the sums count one of each kind."""
-    assert list(estimate_savings(binding_of(Session())).values()) == [3 * 1.5, 3 * 2.0, 3 * 0.5]
+    figures = Statistics(micro_batches=4, slowest_before=6.0, slowest=4.5, mean=4.0)
+    session = SimpleNamespace(statistics=figures, cost=SimpleNamespace(unit="seconds"))
+    decoder = SimpleNamespace(layers=torch.nn.ModuleList(torch.nn.Identity() for _ in range(6)))
+    binding: Any = SimpleNamespace(
+        session=session, feed=SimpleNamespace(keys=["full", "windowed"]), decoder=lambda: decoder
+    )
+    assert list(estimate_savings(binding).values()) == [3 * 1.5, 3 * 2.0, 3 * 0.5]
 
 
 class OwnLoss(Trainer):

@@ -83,15 +83,6 @@ def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> No
     assert first.seen == [LayerKind(HeadShape(4, 2, 8, 8, 2), MaskRule(1.0, 5), torch.bfloat16)]
 
 
-def test_rows_are_of_the_dtype_of_attention_and_heads_contiguous() -> None:
-    given = layer()
-    strided = given.k_TKD.transpose(1, 2).contiguous().transpose(1, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        rows = given._replace(k_TKD=strided).rows()
-    assert {x.dtype for x in rows} == {torch.bfloat16} and all(x.stride(-1) == 1 for x in rows)
-    assert torch.equal(rows.k_TKD, given.k_TKD.bfloat16())
-
-
 def test_what_a_layer_asks_for_is_read() -> None:
     sinks, tensors = torch.zeros(4), heads()
     module = torch.nn.Module()

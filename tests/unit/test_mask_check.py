@@ -55,19 +55,6 @@ def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return key <= query
 
 
-def test_the_mask_function_is_asked_at_the_places_it_is_given() -> None:
-    """Its queries and keys begin at 7, in each of two batch rows."""
-
-    def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        assert set(batch.tolist()) == {0, 1} and not head.any()
-        for places in (query, key):
-            assert (int(places.min()), int(places.max())) == (7, 7 + 9)
-        return key <= query
-
-    local = segments_from_positions([list(range(10))] * 2)
-    check_mask(local, None, simple(10, function, batch=2, q_offset=7, kv_offset=7), 1)
-
-
 def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
     """Layers of a pipeline make their masks one by one, and all of a kind make the same."""
     asked: list[str] = []
@@ -120,11 +107,6 @@ def test_documents_that_span_ranks_and_empty_ranks() -> None:
     nothing = Layout.from_rank_lengths([[5], []])
     check_mask(nothing.local(1), None, simple(0, causal), 0)
     check_mask(nothing.local(1), None, simple(1, causal), 0)  # such a rank runs one row that belongs to no document
-
-
-def test_model_may_show_other_documents() -> None:
-    """gpt-oss and OPT make one causal mask over all documents: CAD separates them itself."""
-    check_mask(Layout.from_rank_lengths([[20, 30, 7]]).local(0), None, simple(57, causal), 0)
 
 
 WRONG: dict[str, tuple[Mask, int | None]] = {

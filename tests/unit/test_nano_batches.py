@@ -4,7 +4,6 @@ outputs joined."""
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from deepspeed_cad.integrations.row_cut import CannotJoin, RowCut
 from model_cases import tiny_model
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -63,16 +61,6 @@ def test_tensors_are_saved_by_the_hooks_of_their_part() -> None:
     assert _top_saved_tensors_default_hooks(True) is None
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(getattr(function, "__name__", ""))
-        return function(*args, **(kwargs or {}))
-
-
 class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -83,9 +71,8 @@ class _Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "name"), [(_Functions, "{}"), (_Operations, "{}.default")])
-def test_modes_see_what_their_part_does(mode: type, name: str) -> None:
-    x, around, own = torch.ones(2), mode(), mode()
+def test_modes_see_what_their_part_does() -> None:
+    x, around, own = torch.ones(2), _Operations(), _Operations()
 
     def first() -> None:
         with own:
@@ -100,8 +87,7 @@ def test_modes_see_what_their_part_does(mode: type, name: str) -> None:
     with around:
         _run(first, second)
     inner, outer = [[one for one in seen if one[:3] in ("sin", "cos", "tan")] for seen in (own.seen, around.seen)]
-    assert inner == [name.format("sin")]
-    assert sorted(outer) == sorted(name.format(one) for one in ("cos", "sin", "tan"))
+    assert inner == ["sin.default"] and sorted(outer) == ["cos.default", "sin.default", "tan.default"]
 
 
 @pytest.mark.parametrize(
@@ -203,21 +189,6 @@ def test_checkpointed_regions_that_overlap(early_stop: bool) -> None:
         assert torch.equal(found, expected)
 
 
-def test_nano_batches_run_in_the_context_of_the_layer() -> None:
-    """Host frameworks keep settings in context variables; what one nano-batch changes the other does not see."""
-    setting = contextvars.ContextVar("setting", default="default")
-    setting.set("of the layer")
-
-    def run(own: str) -> tuple[str, str]:
-        before = setting.get()
-        setting.set(own)
-        hand_over()
-        return before, setting.get()
-
-    assert _run(lambda: run("a"), lambda: run("b")) == (("of the layer", "a"), ("of the layer", "b"))
-    assert setting.get() == "of the layer"
-
-
 # Cut and joined
 
 
@@ -289,8 +260,7 @@ def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...
         assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
 
 
-@pytest.mark.parametrize("axes", [3, 4])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("axes", "rows"), [(3, 1), (4, 2), (3, 3)])
 def test_positions_of_several_axes_are_cut(rows: int, axes: int) -> None:
     """Between tokens of one row, or between rows, also where there are as many rows as axes."""
     cut = RowCut(rows, 10, 3 if rows == 1 else 10)
@@ -310,53 +280,25 @@ def test_nested_arguments_are_cut() -> None:
 # Whether a decoder can run twice
 
 
-def _sharded(decoder: torch.nn.Module) -> None:
+def _shard(decoder: torch.nn.Module) -> None:
     decoder.layers[1].mlp.up_proj.weight.ds_id = 3
-
-
-def _reentrant(decoder: torch.nn.Module) -> None:
-    decoder.gradient_checkpointing_enable({"use_reentrant": True})
-
-
-def _checkpointed(decoder: torch.nn.Module) -> None:
-    decoder.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _other_layers(decoder: torch.nn.Module) -> None:
-    decoder.config.layer_types = ["full_attention", "linear_attention"]
-
-
-def _without_attention(decoder: torch.nn.Module) -> None:
-    decoder.layers[0].self_attn = torch.nn.Identity()
-
-
-def _convolution(decoder: torch.nn.Module) -> None:
-    decoder.layers[1].mlp.short = torch.nn.Conv1d(4, 4, 3)
-
-
-def _scaled_by_the_batch(decoder: torch.nn.Module) -> None:
-    decoder.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-
-
-def _opt(decoder: torch.nn.Module) -> None:
-    decoder.config.model_type = "opt"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda decoder: None, ""),
-        (_checkpointed, ""),
-        (_sharded, "ZeRO-3"),
-        (_reentrant, "reentrant"),
-        (_other_layers, "linear_attention"),
-        (_without_attention, "layer 0 has no attention"),
-        (_convolution, "layer 1 has a convolution"),
-        (_scaled_by_the_batch, '"longrope"'),
-        (_opt, "OPT"),
+        (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": False}), ""),
+        (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": True}), "reentrant"),
+        (_shard, "ZeRO-3"),
+        (lambda decoder: setattr(decoder.config, "layer_types", ["linear_attention"]), "linear_attention"),
+        (lambda decoder: setattr(decoder.layers[0], "self_attn", torch.nn.Identity()), "layer 0 has no attention"),
+        (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Conv1d(4, 4, 3)), "layer 1 has a convolution"),
+        (lambda decoder: setattr(decoder.config, "rope_parameters", {"rope_type": "longrope"}), '"longrope"'),
+        (lambda decoder: setattr(decoder.config, "model_type", "opt"), "OPT"),
     ],
 )
-def test_why_a_decoder_cannot_run_twice(change, says: str) -> None:
+def test_why_a_decoder_cannot_run_twice(change: Callable[[Any], None], says: str) -> None:
     decoder = tiny_model("llama").model
     change(decoder)
     found = why_not_twice(decoder)
