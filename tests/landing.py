@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.packed import PackedTransport
@@ -81,11 +82,6 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
             raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
         before[2](self, schedules, room, nano_batch)
 
-    names = (PackedTransport, "dispatch"), (PackedTransport, "give_back"), (PackedTransport, "make_room")
-    for (where, name), new in zip((*names, (UnderWay, "wait")), (dispatch, give_back, make_room, wait)):
-        setattr(where, name, new)
-    try:
+    transport = mock.patch.multiple(PackedTransport, dispatch=dispatch, give_back=give_back, make_room=make_room)
+    with transport, mock.patch.object(UnderWay, "wait", wait):
         yield found
-    finally:
-        for (where, name), old in zip((*names, (UnderWay, "wait")), before):
-            setattr(where, name, old)

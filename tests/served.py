@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 import training
@@ -12,7 +13,7 @@ from pool import WorkerPool
 from ports import free_port
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.request import VARIABLE, Request
+from deepspeed_cad.request import Request
 from deepspeed_cad.server import process
 from deepspeed_cad.server.launch import take_role
 from deepspeed_cad.server.loop import Loop
@@ -44,15 +45,15 @@ def run(workers: WorkerPool, trainers: int, servers: int, train: Callable[..., A
 
 def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callable[..., Any], *args: Any) -> Any:
     """A trainer gives train(rank, trainers, block, *args), a server what `Served` has. All ranks are on one host."""
-    surrounding = dict(os.environ)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world),
-    )  # fmt: skip
+    world_of = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    surrounding = {name: str(value) for name, value in world_of.items()} | {"MASTER_ADDR": "127.0.0.1"}
     loops: list[Loop] = []
-    made = process.Loop
-    process.Loop = lambda *given: loops.append(made(*given)) or loops[0]  # type: ignore[misc,assignment,func-returns-value]
-    try:
+
+    def made(*given: Any) -> Loop:
+        loops.append(Loop(*given))
+        return loops[0]
+
+    with mock.patch.dict(os.environ, surrounding), mock.patch.object(process, "Loop", made):
         request, server = take_role(Request(CADConfig.from_dict(block), "a test"))
         if server is not None:
             code = process.serve(server, request.config)
@@ -64,7 +65,3 @@ def play(rank: int, world: int, port: int, block: dict[str, Any], train: Callabl
         # The store is trainer 0's: it stays until all have left.
         dist.barrier()
         return result
-    finally:
-        process.Loop = made  # type: ignore[misc]
-        os.environ.pop(VARIABLE, None)
-        os.environ.update(surrounding)

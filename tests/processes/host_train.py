@@ -51,59 +51,39 @@ def write_profile(path: Path, pair: float) -> None:
 
 
 def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """Steps with CAD, and the loss without it."""
-    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
-    plain = training.tiny_llama(torch.float32, attn_implementation="eager")
-    expected, _ = training.alone(plain, training.documents(asked["lengths"][rank], seed=rank))
-    found: dict[str, Any] = {"expected": expected}
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
-    session = deepspeed_cad.current_session()
-    assert session is not None and session.transport is not None
-    found["says"] = session.describe()
-    step(model, batch)
-    before, before_cad = sent(), session.transport.bytes_sent
-    found["losses"] = [step(model, batch) for _ in range(asked["steps"])]
-    found["sent"], found["exchanged"] = sent() - before, session.transport.bytes_sent - before_cad
-    close_session()
-    return found
+    """What was seen of steps with CAD, and the loss without it; or the error of CAD that ended them.
 
-
-def slow_down(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """Steps over a link that the test makes slow after the first ones; says what a user was told."""
+    `asked["pauses"]`: "joined" or "trains": what is said before CAD is turned on, or behind the first step, where a
+    line is waited for; "": nowhere.
+    """
     said: list[str] = []
     plan.notice = said.append
-    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
-    step(model, batch)
-    print("trains", flush=True)
-    sys.stdin.readline()
-    for _ in range(asked["steps"]):
-        step(model, batch)
-    return {"said": said}
-
-
-def lose_a_link(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """Steps until the link dies, which the test sees to."""
-    batch = training.pack(training.documents(asked["lengths"][rank], seed=rank))
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
-    step(model, batch)
-    print("trains", flush=True)
-    while True:
-        try:
-            step(model, batch)
-        except CADError as error:
-            return {"error": str(error)}
-
-
-def join(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """Turn CAD on where hosts do not reach each other: says the error."""
-    print("joined", flush=True)
-    sys.stdin.readline()
+    documents = training.documents(asked["lengths"][rank], seed=rank)
+    batch = training.pack(documents)
+    plain = training.tiny_llama(torch.float32, attn_implementation="eager")
+    expected, _ = training.alone(plain, documents)
     try:
-        deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
+        pause(asked, "joined")
+        model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])
+        session = deepspeed_cad.current_session()
+        assert session is not None and session.transport is not None
+        says = session.describe()
+        step(model, batch)
+        pause(asked, "trains")
+        before, before_cad = sent(), session.transport.bytes_sent
+        losses = [step(model, batch) for _ in range(asked["steps"])]
     except CADError as error:
         return {"error": str(error)}
-    return {"error": ""}
+    found = {"sent": sent() - before, "exchanged": session.transport.bytes_sent - before_cad}
+    close_session()
+    return {**found, "expected": expected, "says": says, "losses": losses, "said": said}
+
+
+def pause(asked: dict[str, Any], where: str) -> None:
+    """Until the test says a line."""
+    if asked["pauses"] == where:
+        print(where, flush=True)
+        sys.stdin.readline()
 
 
 def main() -> None:
@@ -113,8 +93,7 @@ def main() -> None:
     rank, ranks = asked["rank"], asked["ranks"]
     store = dist.TCPStore(asked["store"], asked["port"], ranks, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    ways = {"train": train, "slow_down": slow_down, "lose_a_link": lose_a_link, "join": join}
-    found = ways[asked["what"]](rank, asked)
+    found = train(rank, asked)
     print(json.dumps(found), flush=True)
     # Other ranks may still read the store, which is rank 0's.
     if "error" in found:

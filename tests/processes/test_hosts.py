@@ -21,9 +21,9 @@ ERROR_S = 160.0
 """What errors on all ranks may take beyond "timeout_s": ranks wait for each other's word, and machines are busy."""
 
 
-def start(hosts: Hosts, place: list[int], what: str, **asked: Any) -> list[subprocess.Popen[str]]:
+def start(hosts: Hosts, place: list[int], pauses: str = "", **asked: Any) -> list[subprocess.Popen[str]]:
     """One process for each rank, on the host that `place` says."""
-    common = {"ranks": len(place), "store": hosts.address(0), "port": free_port(), "what": what, **asked}
+    common = {"ranks": len(place), "store": hosts.address(0), "port": free_port(), "pauses": pauses, **asked}
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return [
         hosts.start(host, [sys.executable, str(SCRIPT), json.dumps({"rank": rank, **common})], environment)
@@ -64,7 +64,7 @@ def test_hosts_train_the_same(tmp_path: Path) -> None:
     block = {"granularity": 16, "cost": str(tmp_path / "profile.json")}
     with open_hosts(2) as hosts:
         lengths = [[700], [200, 100], [150, 50, 9]]
-        found, logs = finish(start(hosts, [0, 0, 1], "train", lengths=lengths, block=block, steps=5))
+        found, logs = finish(start(hosts, [0, 0, 1], lengths=lengths, block=block, steps=5))
     for one in found:
         assert one["losses"] == pytest.approx([one["expected"]] * 5, rel=1e-5)
         assert "between hosts 0.0" in one["says"] and "(measured)" in one["says"]
@@ -80,7 +80,7 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
     block = {"granularity": 16, "cost": str(tmp_path / "profile.json"), "links": {"inside": 1.0, "between": 0.0025}}
     with open_hosts(2, "20mbit") as hosts:
         lengths = [[700], [100, 50], [100, 50]]
-        found, _ = finish(start(hosts, [0, 0, 1], "train", lengths=lengths, block=block, steps=3))
+        found, _ = finish(start(hosts, [0, 0, 1], lengths=lengths, block=block, steps=3))
     near, far = found[0]["exchanged"], found[2]["exchanged"]
     assert near > 100_000, "the neighbour helps"
     assert far < 0.1 * near, (near, far)
@@ -91,7 +91,7 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
 def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
     with open_hosts(2) as hosts:
         lengths = [[80], [10]]
-        processes = start(hosts, [0, 1], "slow_down", lengths=lengths, block={"granularity": 16}, steps=9)
+        processes = start(hosts, [0, 1], "trains", lengths=lengths, block={"granularity": 16}, steps=9)
         for process in processes:
             say_line(process, "trains")
         for host in range(2):
@@ -111,11 +111,12 @@ def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
     timeout_s = 20.0
     with open_hosts(2) as hosts:
         processes = start(
-            hosts, [0, 1], "lose_a_link", lengths=[[300], [40]], linger_s=20,
+            hosts, [0, 1], "trains", lengths=[[300], [40]], linger_s=20, steps=9999,
             block={"granularity": 16, "timeout_s": timeout_s, "cost": "pairs"},
         )  # fmt: skip
         for process in processes:
             say_line(process, "trains")
+        go_on(processes)
         hosts.cut(1)
         found, _ = finish(processes, timeout_s + ERROR_S)
     for one in found:
@@ -129,7 +130,7 @@ def test_hosts_that_cannot_reach_each_other_are_one_clear_error() -> None:
     timeout_s = 20.0
     with open_hosts(3) as hosts:
         processes = start(
-            hosts, [0, 1, 2], "join", lengths=[[300], [40], [40]], linger_s=20,
+            hosts, [0, 1, 2], "joined", lengths=[[300], [40], [40]], linger_s=20, steps=1,
             block={"granularity": 16, "timeout_s": timeout_s, "cost": "pairs"},
         )  # fmt: skip
         for process in processes:

@@ -13,6 +13,8 @@ import torch
 import training
 from model_cases import tiny_model
 from pool import WorkerPool
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaModel
 
 import deepspeed_cad
@@ -107,6 +109,40 @@ def test_one_part_is_on_its_way_while_the_other_has_its_linear_layers(workers: W
     backward += ["wait for return B0 backward", "wait for return A0 backward"]
     for events in workers.run(_record, 2, checkpoint):
         assert events == forward + backward
+
+
+# Checkpointing that a line of test_loops.py cannot say
+
+
+def _selective() -> Any:
+    keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    return create_selective_checkpoint_contexts(
+        lambda context, operation, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if operation in keep else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+def _checkpointed(rank: int, world: int, how: str) -> str:
+    """Selective, or by torch's own wrappers around layers, of which CAD's look at the model does not know."""
+    model = _apply(training.tiny_llama())
+    if how == "selective":
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _selective})
+    else:
+        kind = wrappers.CheckpointImpl.REENTRANT if how == "reentrant" else wrappers.CheckpointImpl.NO_REENTRANT
+        layer, wrap = type(model.model.layers[0]), functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=kind)
+        model.enable_input_require_grads()
+        wrappers.apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, layer))
+    for step in range(2):
+        training.step_as_alone(model, training.tiny_llama(), training.documents(LENGTHS[step][rank], seed=rank))
+    return _reason(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["selective", "wrappers", "reentrant"])
+def test_other_checkpointing(workers: WorkerPool, how: str) -> None:
+    for reason in workers.run(_checkpointed, 3, how):
+        assert reason == "" or (how == "reentrant" and "reentrant" in reason)
 
 
 # What models return, and what they draw
