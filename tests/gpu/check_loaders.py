@@ -28,18 +28,10 @@ def run(place: Place, lines: Lines, case: str) -> None:
     lines.check("loops that differ", case, lambda: check(place, case))
 
 
-class Loader:
-    """Batches of one rank, the same in every epoch."""
-
-    def __init__(self, rank: int, count: int) -> None:
-        self.lengths = [([120 + 8 * i] if (rank + i) % 2 == 0 else [20 + i, 30, 7]) for i in range(count)]
-        self.documents = [training.documents(one, seed=100 * rank + i) for i, one in enumerate(self.lengths)]
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return map(training.pack, self.documents)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+def documents_of(rank: int, count: int) -> list[list[torch.Tensor]]:
+    """Of the batches of one rank, the same in every epoch."""
+    lengths = [([120 + 8 * i] if (rank + i) % 2 == 0 else [20 + i, 30, 7]) for i in range(count)]
+    return [training.documents(one, seed=100 * rank + i) for i, one in enumerate(lengths)]
 
 
 def check(place: Place, case: str) -> Found:
@@ -54,9 +46,9 @@ def check(place: Place, case: str) -> Found:
     session = deepspeed_cad.current_session()
     assert session is not None
     odd = place.rank == place.ranks - 1
-    loader = Loader(place.rank, settings["lengths"][odd])
-    ahead = session.look_ahead(loader, model)
-    expected = [training.alone(reference, documents)[0] for documents in loader.documents]
+    documents = documents_of(place.rank, settings["lengths"][odd])
+    ahead = session.look_ahead([training.pack(one) for one in documents], model)
+    expected = [training.alone(reference, one)[0] for one in documents]
     farthest, begun = 0.0, time.perf_counter()
     trained, raised, seconds = 0, "", 0.0
     try:

@@ -110,8 +110,8 @@ def test_a_document_on_two_ranks_needs_both(workers: WorkerPool) -> None:
 def _trainer(rank: int, world: int, folder: str, kind: str) -> tuple[dict[str, float], int]:
     """What an evaluation says, and how many of its forwards all ranks ran together."""
     from torch.utils.data import IterableDataset
-    from trainers import PackedRows, collate
-    from transformers import Trainer, TrainingArguments
+    from trainers import PackedRows, collate, training_arguments
+    from transformers import Trainer
 
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
@@ -120,10 +120,7 @@ def _trainer(rank: int, world: int, folder: str, kind: str) -> tuple[dict[str, f
     model: Any = training.tiny_llama(torch.float32, use_cache=False)
     if kind != "plain":
         deepspeed_cad.apply(model, BLOCK)
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, per_device_eval_batch_size=1, report_to=[], disable_tqdm=True,
-        accelerator_config={"dispatch_batches": False},
-    )  # fmt: skip
+    arguments = training_arguments(folder, per_device_eval_batch_size=1, accelerator_config={"dispatch_batches": False})
     trainer = Trainer(model=model, args=arguments, data_collator=collate)
     found = trainer.evaluate(Stream() if kind == "unknown" else PackedRows(8))
     session = deepspeed_cad.current_session()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -24,24 +21,11 @@ from deepspeed_cad.ahead.loader import LookAheadLoader
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
-def _batches(rank: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    lengths = [[120], [20, 30, 7]]
-    return [training.pack(training.documents(lengths[(rank + s) % 2], seed=10 * s + rank)) for s in range(steps)]
+def _documents(rank: int, step: int) -> list[torch.Tensor]:
+    return training.documents([[120], [20, 30, 7]][(rank + step) % 2], seed=10 * step + rank)
 
 
-@contextmanager
-def _counted() -> Iterator[list[str]]:
-    """The collectives of this process meanwhile, by name."""
-    calls: list[str] = []
-
-    def count(name: str, function: Any, *given: Any, **named: Any) -> Any:
-        calls.append(name)
-        return function(*given, **named)
-
-    with ExitStack() as stack:
-        for name in ("all_gather", "all_to_all_single", "all_reduce", "broadcast"):
-            stack.enter_context(mock.patch.object(dist, name, partial(count, name, getattr(dist, name))))
-        yield calls
+COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
 
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
@@ -52,10 +36,10 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     reference = training.tiny_llama()
-    batches: Any = _batches(rank, 4)
+    batches: Any = [training.pack(_documents(rank, step)) for step in range(4)]
     loader = LookAheadLoader(batches, find_binding(model).feed) if ahead else batches
     assert len(loader) == 4
-    counted: list[str] = []
+    counted: dict[str, int] = {}
     for step, batch in enumerate(loader):
         announced = find_binding(model).feed.next_announced
         assert (announced is not None) == ahead
@@ -64,21 +48,19 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
         before = 0 if step == 0 else session.transport.exchanges
         if ahead and step:
             session.worker.run(lambda: None)  # what was announced is planned
-        with _counted() as calls:
+        with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in COLLECTIVES}):
             loss = training.loss_sum(model, batch)
             loss.backward()
+            counts = {name: getattr(dist, name).call_count for name in COLLECTIVES}
+        session = deepspeed_cad.current_session()
+        session.worker.run(lambda: None)
         if step == 2:
-            session = deepspeed_cad.current_session()
-            session.worker.run(lambda: None)
             # Beside each exchange its number is gathered.
             exchanges = session.transport.exchanges - before
-            counted = [*calls, *["exchange"] * exchanges]
-            for _ in range(exchanges):
-                counted.remove("all_gather")
-        lengths = [[120], [20, 30, 7]]
-        expected, _ = training.alone(reference, training.documents(lengths[(rank + step) % 2], seed=10 * step + rank))
+            counted = {**counts, "exchange": exchanges, "all_gather": counts["all_gather"] - exchanges}
+        expected, _ = training.alone(reference, _documents(rank, step))
         assert abs(float(loss.detach()) - expected) < 1e-8
-    return {name: counted.count(name) for name in sorted(set(counted))}
+    return {name: count for name, count in counted.items() if count}
 
 
 FIELDS = 3 + 1 + 4 + 3

@@ -11,6 +11,8 @@ from engines import import_deepspeed
 from pool import WorkerPool
 from trainers import BLOCK, STEPS, assert_same_and_balanced, settings, tokenizer, without_and_with, zero
 
+import deepspeed_cad
+
 pytest.importorskip("trl")
 
 WORLD = 3
@@ -23,24 +25,29 @@ def _lora(**changes: Any) -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **changes)
 
 
-def _sft(cad: bool, folder: str, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
+def _trained(
+    kind: str, folder: str, model: Any, data: dict[str, Any], given: dict[str, Any], **more: Any
+) -> list[dict[str, Any]]:
+    """The log of a trainer of TRL."""
+    import trl
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
 
-    import deepspeed_cad
-
-    docs = training.documents(LENGTHS * 4, seed=0)
-    data = Dataset.from_dict({"input_ids": [doc.tolist() for doc in docs]})
-    model = training.sdpa_llama()
-    if cad:
-        deepspeed_cad.apply(model, BLOCK)
-    given = {"max_length": 200, "max_steps": STEPS, "gradient_checkpointing": False, **changes}
-    trainer = SFTTrainer(
-        model=model, args=SFTConfig(**settings(folder, **given)), train_dataset=data, processing_class=tokenizer(),
-        peft_config=_lora(init_lora_weights=False) if lora else None,
+    arguments = settings(folder, max_steps=STEPS, gradient_checkpointing=False) | given
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model, args=getattr(trl, f"{kind}Config")(**arguments), train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer(), **more,
     )  # fmt: skip
     trainer.train()
     return trainer.state.log_history
+
+
+def _sft(cad: bool, folder: str, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
+    model = training.sdpa_llama()
+    if cad:
+        deepspeed_cad.apply(model, BLOCK)
+    data = {"input_ids": [doc.tolist() for doc in training.documents(LENGTHS * 4, seed=0)]}
+    more = {"peft_config": _lora(init_lora_weights=False)} if lora else {}
+    return _trained("SFT", folder, model, data, {"max_length": 200, **changes}, **more)
 
 
 def _values(model: Any) -> list[torch.Tensor]:
@@ -53,31 +60,21 @@ def _values(model: Any) -> list[torch.Tensor]:
 
 
 def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, **changes: Any) -> list[dict[str, Any]]:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    import deepspeed_cad
-
     rows = [(_words(n, i), _words(n // 2 + 3, 100 + i), _words(n // 3 + 2, 200 + i)) for i, n in enumerate(LENGTHS * 2)]
-    data = Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows)))))
+    data = dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows))))
     model, reference = training.sdpa_llama(), None if lora else training.sdpa_llama()
     if stage is not None:
         changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
     elif cad:
         deepspeed_cad.apply(model, BLOCK)
-    given = {"max_length": 400, "max_steps": STEPS, "gradient_checkpointing": False, **changes}
-    trainer = DPOTrainer(
-        model=model, ref_model=reference, args=DPOConfig(**settings(folder, **given)), train_dataset=data,
-        processing_class=tokenizer(), peft_config=_lora() if lora else None,
-    )  # fmt: skip
+    more = {"peft_config": _lora()} if lora else {"ref_model": reference}
     before = _values(reference)
-    trainer.train()
+    log = _trained("DPO", folder, model, data, {"max_length": 400, **changes}, **more)
     if reference is not None:
         assert before and all(torch.equal(a, b) for a, b in zip(before, _values(reference), strict=True))
         assert reference.config._attn_implementation == ("cad" if cad else "sdpa")
-        if cad:
-            assert reference not in deepspeed_cad.current_session().bindings
-    return trainer.state.log_history
+        assert not cad or reference not in deepspeed_cad.current_session().bindings
+    return log
 
 
 def _words(length: int, seed: int) -> str:
@@ -97,58 +94,38 @@ def _policy(folder: str) -> Any:
 
 def _rollouts(cad: bool, folder: str, kind: str = "GRPO", **changes: Any) -> list[dict[str, Any]]:
     """It generates in train mode, then asks the policy and a reference for log-probabilities, then trains."""
-    import trl
-    from datasets import Dataset
-
-    import deepspeed_cad
-
-    prompts = [_words(n, seed) for seed, n in enumerate(LENGTHS)]
     model = _policy(folder)
     if cad:
         deepspeed_cad.apply(model, BLOCK)
-    given = settings(
-        folder, max_steps=STEPS, per_device_train_batch_size=4, num_generations=4, max_completion_length=12, beta=0.1,
-        temperature=0.7, num_iterations=2, gradient_checkpointing=False,
-    )  # fmt: skip
-    trainer = getattr(trl, f"{kind}Trainer")(
-        model=model, args=getattr(trl, f"{kind}Config")(**given | changes), processing_class=tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+    given = {
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1,
+        "temperature": 0.7, "num_iterations": 2, **changes,
+    }  # fmt: skip
+    log = _trained(
+        kind, folder, model, {"prompt": [_words(n, seed) for seed, n in enumerate(LENGTHS)]}, given,
         reward_funcs=lambda completions, **_: [float(len(set(one.split()))) for one in completions],
     )  # fmt: skip
-    trainer.train()
     if cad:
-        session, first = deepspeed_cad.current_session(), trainer.state.log_history[0]
+        session = deepspeed_cad.current_session()
         assert session.statistics.micro_batches == STEPS and session.forward_only.micro_batches >= 2
         # The policy is the reference yet, to the last bit.
-        assert first["kl"] == 0 and first["cad/forward_only_max_over_mean"] <= 1.05
-    return trainer.state.log_history
+        assert log[0]["kl"] == 0 and log[0]["cad/forward_only_max_over_mean"] <= 1.05
+    return log
 
 
 def _kto(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
     """Its loss takes a mean over the micro-batches that ranks train at the same time."""
-    from datasets import Dataset
-    from trl import KTOConfig, KTOTrainer
-
-    import deepspeed_cad
-
-    data = Dataset.from_dict({
+    data = {
         "prompt": [_words(n, i) for i, n in enumerate(LENGTHS * 2)], "label": [i % 2 == 0 for i in range(32)],
         "completion": [_words(n // 2 + 3, 100 + i) for i, n in enumerate(LENGTHS * 2)],
-    })  # fmt: skip
+    }  # fmt: skip
     model, reference = _policy(folder).double(), _policy(folder).double()
     if cad:
         deepspeed_cad.apply(model, BLOCK)
-    given = settings(
-        folder, max_steps=STEPS, per_device_train_batch_size=2, max_length=400, gradient_checkpointing=False
-    )
-    trainer = KTOTrainer(
-        model=model, ref_model=reference, args=KTOConfig(**given | changes), processing_class=tokenizer(),
-        train_dataset=data,
-    )  # fmt: skip
-    trainer.train()
-    first = trainer.state.log_history[0]
-    assert not cad or (first["loss"], first["kl"]) == (0.5, 0)
-    return trainer.state.log_history
+    given = {"per_device_train_batch_size": 2, "max_length": 400, **changes}
+    log = _trained("KTO", folder, model, data, given, ref_model=reference)
+    assert not cad or (log[0]["loss"], log[0]["kl"]) == (0.5, 0)
+    return log
 
 
 OFTEN: dict[str, Any] = {
