@@ -85,7 +85,7 @@ class Tracer:
     def next_micro_batch(self) -> None:
         """A training forward begins: start recording after the warm-up, stop and write after `steps`."""
         if self.micro_batches == WARM_UP:
-            self._start()
+            self._origin, self._began, self.recording = self._settled(), time.time(), True
         elif self.micro_batches == WARM_UP + self.steps:
             self.finish()
         if self.recording:
@@ -125,11 +125,6 @@ class Tracer:
             yield
         finally:
             span.end = self._now()
-
-    def _start(self) -> None:
-        self._origin = self._settled()
-        self._began = time.time()
-        self.recording = True
 
     def _settled(self) -> Any:
         """Now, when the device has done all that was queued."""

@@ -54,7 +54,6 @@ class BackwardServed:
     """This rank's tasks run, and dQ, dK, dV of served ones are on their way home."""
 
     started: BackwardStarted
-    """Held as in `ForwardServed`."""
     own: Gradients
     """Of local batches; dQ also takes what other ranks send."""
     landing: tuple[torch.Tensor, torch.Tensor]
@@ -152,7 +151,6 @@ def gradients_back(
 
 
 def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
-    """dQ, dK, dV, complete."""
     gradients = finish_back(setup, done.back, done.own, done.landing)
     setup.counts.backwards += 1
     dk, dv = gradients.dk_UKD.to(done.started.k_UKD.dtype), gradients.dv_UKV.to(done.started.v_UKV.dtype)

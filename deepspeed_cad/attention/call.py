@@ -43,6 +43,7 @@ from deepspeed_cad.attention.forward import (
     Kept,
     ServedOutputs,
     collect_forward,
+    pair_up,
     serve_forward,
     start_forward,
 )
@@ -70,7 +71,7 @@ class Parked:
         self.inputs: tuple[torch.Tensor, ...] = ()
         """Q, K and V, back on the device, if they were parked."""
         self._o_THV = o_THV if saved_plainly else None
-        self._rest = without_tensors(kept)
+        self._rest = HeldByAutograd(kept.sinks_H, kept.version)
         self._parking = parking
         self._parcel = parking.park([*inputs, lse_TH] if saved_plainly else [o_THV, lse_TH], label)
         self._served = parking.park(served, label, wanted_early=False) if served else None
@@ -89,7 +90,7 @@ class Parked:
         else:
             o_THV, (*inputs, lse_TH) = self._o_THV, tensors
             self.inputs = tuple(inputs)
-        served = () if self._served is None else _ServedLater(self._served, rest)
+        served = () if self._served is None else _ServedLater(self._served)
         return Kept(o_THV, lse_TH, served, rest.sinks_H, version)
 
     def part_with_served(self) -> None:
@@ -107,23 +108,18 @@ class Parked:
 class _ServedLater(Sequence[ServedOutputs]):
     """Results of served tasks, by waves: the stream that first asks for one waits until they are there."""
 
-    def __init__(self, parcel: Parcel, rest: HeldByAutograd) -> None:
-        self._parcel, self._rest = parcel, rest
+    def __init__(self, parcel: Parcel) -> None:
+        self._parcel = parcel
 
     @cached_property
     def _found(self) -> tuple[ServedOutputs, ...]:
-        return self._rest.served(self._parcel.take())
+        return pair_up(self._parcel.take())
 
     def __len__(self) -> int:
-        return self._rest.waves
+        return len(self._found)
 
     def __getitem__(self, wave: Any) -> Any:
         return self._found[wave]
-
-
-def without_tensors(kept: Kept) -> HeldByAutograd:
-    """What is left of it where others hold its tensors."""
-    return HeldByAutograd(len(kept.served), kept.sinks_H, kept.version)
 
 
 class Unused:
@@ -185,7 +181,6 @@ class AttentionCall:
         v_UKV: torch.Tensor,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """O [T, H, V]."""
         self._saved_plainly = is_saved_plainly()
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
 
@@ -193,25 +188,20 @@ class AttentionCall:
     def start_forward(
         self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None
     ) -> None:
-        """Start sending Q, K, V."""
         self.state = start_forward(self.setup, q_THD, k_UKD, v_UKV, sinks_H)
 
     def serve_forward(self) -> None:
-        """Run tasks, start sending O back."""
         self.state = serve_forward(self.setup, self.expect(ForwardStarted))
 
     def collect_forward(self) -> Kept:
-        """Wait for O."""
         return collect_forward(self.setup, self.expect(ForwardServed))
 
     def start_backward(
         self, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
     ) -> None:
-        """Start sending dO."""
         self.state = start_backward(self.setup, kept, do_THV, q_THD, k_UKD, v_UKV)
 
     def serve_backward(self) -> None:
-        """Run tasks, start sending dQ, dK, dV back."""
         self.state = serve_backward(self.setup, self.expect(BackwardStarted))
 
     def collect_backward(self) -> Gradients:
@@ -232,7 +222,6 @@ class AttentionCall:
         return None if self.setup.modes.recompute else self.setup.modes.parking
 
     def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Hold what the forward kept."""
         if self.parking is None:
             self.state = kept
         else:
@@ -263,7 +252,7 @@ class AttentionCall:
     def release(self, kept: Kept) -> None:
         """Hold no more of what a forward kept; where autograd holds it, a backward may run again."""
         if self.setup.modes.recompute:
-            self.state = without_tensors(kept)
+            self.state = HeldByAutograd(kept.sinks_H, kept.version)
         else:
             self.end()
 
@@ -363,7 +352,11 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: AttentionCall = ctx.call
         saved = ctx.saved_tensors
-        kept = call.expect(HeldByAutograd).kept(saved[3:]) if len(saved) > 3 else call.take()
+        if len(saved) > 3:
+            o, lse, *served = saved[3:]
+            kept = Kept(o, lse, pair_up(served), *call.expect(HeldByAutograd))
+        else:
+            kept = call.take()
         if call.parked is not None:
             # Now, not sooner: what the layers behind attention saved is freed, so there is room.
             call.parked.fetch()

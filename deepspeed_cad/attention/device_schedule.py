@@ -69,12 +69,10 @@ class DeviceSchedule:
 
     @property
     def query_tokens(self) -> int:
-        """Query rows of this rank."""
         return self.waves[0].host.query_tokens
 
     @property
     def all_local(self) -> Batches:
-        """In their order."""
         return sum(self.local, ())
 
 

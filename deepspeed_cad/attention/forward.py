@@ -62,16 +62,13 @@ class Kept:
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
     served: Sequence[ServedOutputs]
-    """By waves."""
     sinks_H: torch.Tensor | None
     version: int
     """Of O when it was given to the model: whoever changes O in place raises it."""
 
     def check_unchanged(self, label: str) -> None:
         """Raise CADError where the model changed O in place: backward, and a layer that runs again, need it as it was.
-
-        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that.
-        """
+        Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that."""
         if self.o_THV._version != self.version:
             raise CADError(
                 f"{label}: its output was changed in place, and its backward needs it as it was. Change a "
@@ -83,23 +80,17 @@ class Kept:
         return self.o_THV, self.lse_TH, *(tensor for served in self.served for tensor in served)
 
 
-@dataclass(frozen=True, eq=False)
-class HeldByAutograd:
-    """What is left where autograd holds the tensors of `Kept`, so that checkpointing frees and recomputes them."""
+class HeldByAutograd(NamedTuple):
+    """What is left where others hold the tensors of `Kept`: autograd, so that checkpointing frees and recomputes them,
+    or host memory."""
 
-    waves: int
-    """Of which served tasks are kept."""
     sinks_H: torch.Tensor | None
     version: int
 
-    def kept(self, tensors: list[torch.Tensor]) -> Kept:
-        """With what autograd held."""
-        o_THV, lse_TH, *rest = tensors
-        return Kept(o_THV, lse_TH, self.served(rest), self.sinks_H, self.version)
 
-    def served(self, tensors: list[torch.Tensor]) -> tuple[ServedOutputs, ...]:
-        """What was kept of served tasks, by waves."""
-        return tuple(ServedOutputs(*tensors[2 * wave : 2 * wave + 2]) for wave in range(self.waves))
+def pair_up(tensors: Sequence[torch.Tensor]) -> tuple[ServedOutputs, ...]:
+    """O and LSE of served tasks, by waves, of `Kept.tensors`."""
+    return tuple(map(ServedOutputs, tensors[::2], tensors[1::2]))
 
 
 def start_forward(

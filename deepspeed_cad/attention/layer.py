@@ -58,7 +58,6 @@ class LayerInput(NamedTuple):
     k_TKD: torch.Tensor
     v_TKV: torch.Tensor
     rule: MaskRule
-    """Scale, window and soft-cap."""
     sinks_H: torch.Tensor | None
     label: str
     """Names the layer in errors and on the timeline."""
@@ -114,11 +113,8 @@ class PlannedTick:
 
     plan: Plan
     schedules: tuple[Schedule, ...]
-    """By waves."""
     seconds: float
-    """Time for plan and schedules."""
     cut: Cut = WHOLE
-    """Which waves these are."""
 
 
 class Starts(NamedTuple):

@@ -60,15 +60,11 @@ class ExchangeMemory:
     limit: float = math.inf
     """Bytes on each rank for each nano-batch; infinite where there is no limit."""
     source: str = ""
-    """Where it comes from, for an error."""
     most: float = 0.0
-    """See Limit."""
     rows: Callable[[HeadShape], RowBytes] = rows_of_layers
-    """What travels of each row."""
     granularity: int = 128
     """Rows: where head groups have to be cut, blocks are multiples of it."""
     parts: int = 1
-    """Nano-batches."""
     needed: Callable[[float], None] = lambda size: None
     """Hears what a tick needs."""
     lacked: Callable[[float], None] = lambda limit: None
@@ -90,15 +86,9 @@ class ExchangeMemory:
         again: Callable[[], tuple[Schedule, ...]],
         tell: Callable[[Room], None] = lambda room: None,
     ) -> tuple[Schedule, ...]:
-        """Have memory for a tick, in smaller waves where a rank has too little. Collective.
+        """Have memory for a tick, in smaller waves, which `again` makes, where a rank has too little. Collective.
 
-        Args:
-            transport: has the memory.
-            schedules: of the tick, by waves.
-            shape: of the layer's heads.
-            nano_batch: 0 or 1.
-            again: makes smaller waves.
-            tell: called before each try: ranks that only follow are to take part in it.
+        `tell` is called before each try: ranks that only follow are to take part in it.
         """
         while True:
             room = self.room(shape)
@@ -128,7 +118,6 @@ class ExchangeMemory:
                 return schedules
 
     def room(self, shape: HeadShape) -> Room:
-        """The limit, and what travels of one row."""
         return Room(self.limit, *self.rows(shape), self.source, self.parts, most=self.most)
 
 

@@ -60,7 +60,6 @@ class MicroBatch:
     generation: int = 0
     """How often servers had changed when it was planned."""
     calls: Calls = Calls()
-    """How its attention calls are made."""
     memory: ExchangeMemory | None = None
     """What its exchanges may need at once; None where nobody looks after that."""
     stretch_times: StretchTimes | None = None
@@ -114,24 +113,20 @@ class MicroBatch:
 
     def plan_all(self, keys: list[PlanKey]) -> None:
         """Plan every tick for the given kinds of layers and compare the plans with the other ranks."""
-        digest = 0
-        for key in keys:
-            for nano_batch in range(len(self.ticks)):
-                begin = time.perf_counter()
-                plan = self.make_plan(self.tick(key, nano_batch), key)
-                cut, schedules = self._in_waves(key, nano_batch, plan)
-                self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
-                digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
+        digest, places = 0, [(key, nano_batch) for key in keys for nano_batch in range(len(self.ticks))]
+        for key, nano_batch in places:
+            begin = time.perf_counter()
+            plan = self.make_plan(self.tick(key, nano_batch), key)
+            cut, schedules = self._in_waves(key, nano_batch, plan)
+            self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
+            digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
         if self.calls.compares_plans:
             self.agree(digest, "plan")
         if self.orders is not None:
-            for key in keys:
-                for nano_batch in range(len(self.ticks)):
-                    planned = self.planned[key, nano_batch]
-                    self.orders.plan(key, nano_batch, planned.plan, planned.cut)
+            for place in places:
+                self.orders.plan(*place, self.planned[place].plan, self.planned[place].cut)
 
     def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> Waves:
-        """This rank's schedules of a plan."""
         tick = self.tick(key, nano_batch)
         return (self.memory or NO_LIMIT).waves(tick, plan, self.rank, key.window, key.shape)
 
@@ -173,16 +168,13 @@ class MicroBatch:
 
     @property
     def keys(self) -> list[PlanKey]:
-        """The kinds of layers that were planned for."""
         return list(dict.fromkeys(key for key, _ in self.planned))
 
     @property
     def layers(self) -> dict[PlanKey, int]:
-        """How many layers of each kind have attended."""
         return dict(Counter(key for _, key in self._layers.values()))
 
     def number_layer(self, layer: Hashable, key: PlanKey) -> int:
-        """The number of a layer that attends."""
         return self._layers.setdefault(layer, (len(self._layers), key))[0]
 
     def call(self, layer: Hashable, nano_batch: int, build: Callable[[], AttentionCall], label: str) -> AttentionCall:
@@ -226,7 +218,6 @@ class MicroBatch:
 
     @property
     def begun(self) -> bool:
-        """Whether attention was called."""
         return bool(self._calls)
 
 
@@ -272,7 +263,6 @@ class MaskDescriptor:
         return self.interleaved and in_backward()
 
     def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [T, H, V] of one layer."""
         label, sinks = layer.label, layer.sinks_H
         if layer.q_THD.shape[1] == 0:
             return self._without_heads(layer)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-Moment = torch.cuda.Event | float
-"""On a GPU's current stream, or of the clock."""
+Moment = Any
+"""An event on a GPU's current stream, or seconds of the clock."""
 MOST = 4096
 """Stretches that are held between two readings."""
 
@@ -36,7 +36,6 @@ class StretchTimes:
         self._lock = threading.Lock()
 
     def add(self, begin: Moment, end: Moment, tokens: int, backward: bool) -> None:
-        """A stretch of so many tokens."""
         with self._lock:
             self._stretches.append(_Stretch(begin, end, tokens, backward))
 
@@ -49,7 +48,7 @@ class StretchTimes:
                 if isinstance(one.end, torch.cuda.Event) and not one.end.query():
                     break
                 self._stretches.popleft()
-                found[one.backward].append(_seconds(one) / one.tokens)
+                found[one.backward].append(_seconds(one.begin, one.end) / one.tokens)
         return found
 
 
@@ -80,9 +79,5 @@ class Stretches:
         return event
 
 
-def _seconds(stretch: _Stretch) -> float:
-    begin, end = stretch.begin, stretch.end
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float) and isinstance(end, float)  # one device makes both
-        return end - begin
-    return float(begin.elapsed_time(end)) / 1e3
+def _seconds(begin: Moment, end: Moment) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)

@@ -42,7 +42,6 @@ class Return:
     backs: deque[Returned]
     """Those of the last waves, in order."""
     ends: Ends | None
-    """Where two streams run."""
     out: WavesOut | None = None
     """Dispatches that nobody has waited for, as nothing here needs what they bring."""
     used: tuple[torch.cuda.Stream, Run, object] | None = None

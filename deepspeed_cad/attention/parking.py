@@ -39,11 +39,9 @@ class Packed(NamedTuple):
     """Where a tensor lies in its parcel, and what it looks like."""
 
     begin: int
-    """Byte."""
     shape: torch.Size
     """With its dimensions in the order in which they lie in memory."""
     back: tuple[int, ...]
-    """That order undone."""
     dtype: torch.dtype
 
 
@@ -51,13 +49,11 @@ class Parking:
     """Host memory for what is kept, in blocks that are used again, and the stream that copies."""
 
     def __init__(self, device: torch.device, block: int = BLOCK) -> None:
-        """`block`: bytes of one block."""
         self.device, self.block = device, block
         self.blocks = 0
         """How many blocks were made; they stay until the session closes."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.free: list[torch.Tensor] = []
-        """Blocks that no parcel has."""
         self._parcels: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
         """Those that are wanted early, in the order in which they were parked."""
         self._leaving: list[Parcel] = []
@@ -172,7 +168,6 @@ class Parcel:
         self._blocks: list[torch.Tensor] = []
         self.parking, self.number, self.label = parking, number, label
         self._here: list[torch.Tensor] | None = list(tensors)
-        """On the device."""
         self._versions = [x._version for x in tensors]
         self._packed: list[Packed] = []
         sources, size = [], 0
@@ -188,7 +183,6 @@ class Parcel:
 
     @property
     def is_away(self) -> bool:
-        """In host memory alone."""
         return self._here is None and bool(self._blocks)
 
     def leave(self) -> None:

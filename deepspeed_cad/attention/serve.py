@@ -85,15 +85,8 @@ def run_served(
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides. Half-local ones, the rank's own
     rows with keys that arrived, are run where they are, into `o_THV` and `lse_TH`.
 
-    Args:
-        setup: says how.
-        wave: says which batches.
-        received: Q, K and V that arrived, with the rank's own rows of tasks that are not run in place.
-        q_THD: queries of the rank.
-        o_THV: written.
-        lse_TH: written.
-        sinks_RG: one logit more per served row and head, or None.
-        sinks_H: one logit more per head of the rank, or None.
+    `received`: Q, K and V that arrived, with the rank's own rows of tasks that are not run in place. Sinks: one logit
+    more per served row and head, and per head of the rank.
     """
     q_RGD, k_S1D, v_S1V = received
     results = []

@@ -63,9 +63,7 @@ class WavesOut:
     count: int
     """Waves of the pass; 0 where there is nobody to exchange with."""
     start: Callable[[int], Dispatched]
-    """Starts one of them."""
     fields: list[Outgoing]
-    """What they send."""
     under_way: deque[Dispatched] = field(default_factory=deque)
     started: int = 0
 
@@ -80,7 +78,6 @@ class WavesOut:
         self.started += 1
 
     def wait(self) -> list[torch.Tensor]:
-        """What the next wave to be served brings."""
         return self.under_way.popleft().wait()
 
     def nothing(self) -> list[torch.Tensor]:
@@ -114,7 +111,6 @@ class CallSetup:
 
     @property
     def device(self) -> torch.device:
-        """Where the call runs."""
         return self.schedule.padding.device
 
     def dispatch(self, fields: list[Outgoing], backward: bool = False) -> WavesOut:
@@ -157,6 +153,5 @@ class CallSetup:
             self.stretches.end(self.layer, backward)
 
     def span(self, what: str, backward: bool = False, aside: bool = False) -> AbstractContextManager[None]:
-        """A span of the timeline, where one is recorded."""
         tracer = self.counts.tracer
         return NOT_TRACED if tracer is None else tracer.span(what, self.nano_batch, self.label, backward, aside)

@@ -34,8 +34,6 @@ from deepspeed_cad.shares import divide
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """Where rows go, and back."""
-
     out: Schedule
     back: Schedule
 
@@ -144,7 +142,6 @@ class Spanning:
         return self._heads[groups, size]
 
     def before(self, count: int) -> Before:
-        """The `count` rows before each piece."""
         if count not in self._before:
             self._before[count] = self._look_back(count)
         return self._before[count]

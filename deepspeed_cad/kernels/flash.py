@@ -33,7 +33,6 @@ class FlashAttention(Kernel):
 
     name: str
     least_capability = (8, 0)
-    """Of a GPU."""
     equal_heads = True
     """Whether value heads must have the size of query heads."""
 
@@ -64,7 +63,6 @@ class FlashAttention(Kernel):
 class _Compiled(FlashAttention):
     module: str
     functions: tuple[str, str]
-    """Forward and backward there."""
 
     def forward(
         self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,

@@ -28,13 +28,11 @@ class Room(NamedTuple):
     """What the exchanges of one tick may need of memory."""
 
     limit: float
-    """Bytes on each rank."""
     out: tuple[int, int]
     """Bytes that go out for one query row and for one key row of a head group, in the pass that has more."""
     back: tuple[int, int]
     """The same of what comes back."""
     source: str = 'the key "memory"'
-    """Where the limit comes from, for an error."""
     parts: int = 1
     """Nano-batches, which have as much each: users think of the sum."""
     headroom: float = HEADROOM
