@@ -60,6 +60,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
         def tell(mode: str, done: int, all_of_them: int) -> None:
             progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
 
+        progress.tell("planning")
         fewer = partial(make_steps, lengths, setting, rows, len(steps))
         comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context

@@ -7,7 +7,8 @@ context parallelism are both among seats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -18,9 +19,9 @@ from deepspeed_cad.forecast.attention_seconds import Floats
 from deepspeed_cad.forecast.machine import Cluster, Machine
 from deepspeed_cad.forecast.model_shape import ModelShape, Work, work_per_token
 from deepspeed_cad.forecast.step import Run
-from deepspeed_cad.layout import Ints
+from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.constants import TRAVELS, WAVES
-from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.planner.plan import HeadShape, Plan
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Setting:
     as often, as a trainer of rollouts asks for log-probabilities, values or rewards."""
     forward_only: bool = False
     """Whether this is one of them."""
+    made: Mapping[int, tuple[Layout, Plan]] = field(default_factory=dict, compare=False, repr=False)
+    """Plans in place that were made already, each with its layout, by the layout's `id`."""
     loss: Literal["chunked", "whole"] = "chunked"
     """Whether the logits of a row are there at once, in fp32, as transformers' own loss has them. The last stage of a
     pipeline always has them so."""
@@ -132,7 +135,7 @@ class Setting:
     @property
     def of_forward(self) -> Setting:
         """Of a pass without backward."""
-        return replace(self, forward_only=True, forwards=0, recompute_attention=False, optimizer=False)
+        return replace(self, forward_only=True, forwards=0, recompute_attention=False, optimizer=False, made={})
 
     @property
     def seats_per_host(self) -> int:
