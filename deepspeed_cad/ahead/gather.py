@@ -129,7 +129,12 @@ class Gatherer:
         `settings`: what ranks compare before they train. `reporters`: what travels with document lengths. `begun`:
         collectives of this group before it was made. `shares`: None: each rank has all heads.
         """
-        self.group, self.rank, self.ranks, self.liveness = group, rank, ranks, liveness or Liveness(dist.HashStore(), rank, 1)
+        self.group, self.rank, self.ranks, self.liveness = (
+            group,
+            rank,
+            ranks,
+            liveness or Liveness(dist.HashStore(), rank, 1),
+        )
         self.shares = Shares.none(rank, ranks) if shares is None else shares
         self._members = self.shares.members
         self._settings, self._reporters = digest(settings), tuple(reporters)

@@ -17,11 +17,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.announced import compare
+from deepspeed_cad.ahead.announced import StepMessage, compare
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import Gatherer, State, Subject, What
 from deepspeed_cad.ahead.plan import Plans
-from deepspeed_cad.ahead.step_message import StepMessage
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey

@@ -139,7 +139,7 @@ def _compare(rank: int, world: int) -> dict[str, Any]:
         def run(cad: bool, way: str = way, reasons: list[str] = reasons) -> Any:
             made = _train(cad, rank, world, way, block={**BLOCK, "overlap": "interleave"})
             bindings = deepspeed_cad.current_session().bindings.values() if cad else ()
-            reasons.extend(binding.interleaving.reason for binding in bindings)
+            reasons.extend(binding.in_turn for binding in bindings)
             return made
 
         found[f"interleaved {way}"] = without_and_with(run)

@@ -13,13 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import training
-from deepspeed_cad.exchange.transfers import Transfers
 from pool import WorkerPool
 from ports import free_port
 from served import play
 
 import deepspeed_cad
 from deepspeed_cad.exchange.links import Links
+from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.profiles import speed
 
 BLOCK = {"granularity": 16, "tolerance": 0.05, "links": training.LINKS, "kernel": "torch_math"}

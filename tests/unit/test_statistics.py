@@ -12,10 +12,10 @@ import training
 
 import deepspeed_cad
 from deepspeed_cad.errors import why_ended
+from deepspeed_cad.launch.armed import farewell
 from deepspeed_cad.notice import notice
 from deepspeed_cad.report import session_lines
 from deepspeed_cad.report.statistics import Statistics
-from deepspeed_cad.server.launch import farewell
 from deepspeed_cad.session import _end, close_session
 
 
