@@ -44,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, Any]]] = {
         "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
         "stage3_param_persistence_threshold": 0,
     }, zero_force_ds_cpu_optimizer=False), "reentrant", BLOCK),
-    # Nano-batches alternate over the decoder, but inside layers where ZeRO-3 shards parameters.
+    # Nano-batches alternate over the decoder, but not where ZeRO-3 shards parameters.
     "interleaved, ZeRO-0, non-reentrant": (engine_config(0), "non-reentrant", INTERLEAVE),
     "interleaved, ZeRO-2, accumulation": (engine_config(2, gradient_accumulation_steps=2, zero_optimization={
         "stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5000,
@@ -65,9 +65,12 @@ def test_zero_stages(fresh_workers: WorkerPool) -> None:
         for name, ((plain, _), (cad, (*counts, reason))) in found.items():
             micro_batches = STEPS * (2 if "accumulation" in name else 1)
             assert_same_and_balanced(name, plain, cad, losses=micro_batches)
-            calls = micro_batches * 2 * (2 if "interleaved" in name else 1)
+            # Two layers; where nano-batches turn out not to alternate, those that are planned already are cut still.
+            cut = [1, 2] if reason else [micro_batches if "interleaved" in name else 0]
+            calls = counts[0]
+            assert calls in [2 * (micro_batches + many) for many in cut], (name, counts)
             assert counts == [calls, calls, calls if "reentrant" in name else 0], (name, counts)
-            assert ("ZeRO-3 shards" in reason) == (name.startswith("interleaved, ZeRO-3")), (name, reason)
+            assert ("ZeRO-3 shards" in (reason or "")) == (name.startswith("interleaved, ZeRO-3")), (name, reason)
 
 
 def _without_optimizer(rank: int, world: int) -> None:

@@ -133,7 +133,7 @@ def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
 
 def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
     block = {**GOES_ON, "servers": {"reserved": 1}}
-    fails = "from deepspeed_cad.server import process; process._Server._budget = lambda self: 4096"
+    fails = "from deepspeed_cad.server import process; process._budget = lambda device: 4096"
     job.launch_all(3, "well", "9", block=block, first=fails, who=2)
     assert job.ends("rank0") == {"rank0": 0, "rank1": 0, "rank2": 1}
     assert "server 2 ended: server 2 holds 0 MiB for backwards to come and has 0 MiB for that" in job.said("rank0")
