@@ -1,6 +1,7 @@
 """The process groups of a session: over which its trainers gather, and over which ranks of a CAD group exchange.
 
-In: the configuration, and torch.distributed as the script set it up. Out: `Groups`. Opening is collective.
+In: the configuration, and torch.distributed as the script set it up. Out: `Groups`, and costs to plan with. Opening is
+collective.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
+from deepspeed_cad.profiles import Profile, choose_profile
+from deepspeed_cad.profiles.profile import GENERIC_GPU
+from deepspeed_cad.profiles.speed import in_seconds
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.servers import NoServers, join_servers
 from deepspeed_cad.shares import Replica, Shares
@@ -127,3 +131,29 @@ def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
         raise CADUnsupportedError(
             f'"{key}" cannot be had beside Ulysses, where ranks hold all tokens inside attention only: leave it out'
         )
+
+
+def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, exchanges: bool) -> Profile:
+    """The costs that rank 0 finds, because profiles measured on two machines are never equal, and plans must be.
+    Collective; raises on all ranks what went wrong on rank 0.
+
+    Args:
+        config: the session's.
+        device: where this rank computes.
+        group: the trainers; None where there is one.
+        exchanges: other ranks run attention too, so that costs are weighed against transfers, as ratios cannot be.
+    """
+    found: list[Profile | CADError | None] = [None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            cost = choose_profile(config.cost, device, config.kernel)
+            if cost is GENERIC_GPU and exchanges and not torch.are_deterministic_algorithms_enabled():
+                cost = in_seconds(GENERIC_GPU, device, config.kernel)
+            found = [cost]
+        except CADError as error:
+            found = [error]
+    if group is not None:
+        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    if not isinstance(found[0], Profile):
+        raise found[0] or CADError("rank 0 sent no cost profile")
+    return found[0]

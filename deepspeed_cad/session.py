@@ -40,8 +40,7 @@ from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
 from deepspeed_cad.feedback.non_attention import NonAttention
-from deepspeed_cad.feedback.shared_cost import share_cost
-from deepspeed_cad.groups import open_groups
+from deepspeed_cad.groups import open_groups, share_cost
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import notice

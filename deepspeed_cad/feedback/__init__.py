@@ -1,7 +1,7 @@
 """Feedback: what ranks learn of each other, so that plans, which must be equal on all ranks, may depend on it.
 
-Costs of attention are shared once, at the start. All else is measured while training and travels with document lengths:
-each kind is a `Reporter`. The gatherer carries them and knows none of them by name.
+All of it is measured while training and travels with document lengths: each kind is a `Reporter`. The gatherer carries
+them and knows none of them by name.
 """
 
 from __future__ import annotations
