@@ -69,11 +69,13 @@ def _spans(
     kind: str,
     streams: list[list[int]],
     checkpoint: bool | None,
+    how: dict[str, Any],
     lora: bool = False,
     changes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> list[dict[str, Any]]:
-    """`checkpoint`: none, reentrant or not; `changes`: of the block."""
-    reference, model = _built(kind, torch.float64), _built(kind, torch.float64)
+    """`checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `changes`: of the block."""
+    reference, model = _built(kind, dtype), _built(kind, dtype)
     if lora:
         reference, model = _with_lora(reference), _with_lora(model)
     if checkpoint is not None:
@@ -81,11 +83,12 @@ def _spans(
         model.enable_input_require_grads()
     deepspeed_cad.apply(model, BLOCK | (changes or {}))
     with pytest.MonkeyPatch.context() as patch:
-        in_fp64(patch, reference)
-        return [_one_stream(rank, world, reference, model, lengths) for lengths in streams]
+        if dtype == torch.float64:
+            in_fp64(patch, reference)
+        return [_one_stream(rank, world, reference, model, lengths, how) for lengths in streams]
 
 
-def _part(lengths: list[int], rank: int, world: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _part(lengths: list[int], rank: int, world: int, **how: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """This rank's part of a stream of documents, and which of its rows that are."""
     whole = {
         "input_ids": torch.cat(_documents(lengths))[None],
@@ -93,15 +96,15 @@ def _part(lengths: list[int], rank: int, world: int) -> tuple[dict[str, torch.Te
         "rows": torch.arange(sum(lengths))[None],
     }
     whole["labels"] = whole["input_ids"]
-    part = deepspeed_cad.shard_stream(whole, rank, world)
+    part = deepspeed_cad.shard_stream(whole, rank, world, **how)
     return part, part.pop("rows")[0]
 
 
-def _one_stream(rank: int, world: int, reference: Any, model: Any, lengths: list[int]) -> dict[str, Any]:
+def _one_stream(rank: int, world: int, reference: Any, model: Any, lengths: list[int], how: Any) -> dict[str, Any]:
     reference.zero_grad()
     model.zero_grad()
     expected, weights = _expected(reference, _documents(lengths))
-    part, here = _part(lengths, rank, world)
+    part, here = _part(lengths, rank, world, **how)
     logits = model(**part, use_cache=False).logits[0]
     (logits * weights[here]).sum().backward()
     own = dict(reference.named_parameters())
@@ -120,8 +123,9 @@ EXACT = 1e-10
 STREAMS = {
     2: [STREAM, [151], [60, 20, 40], [4]],
     3: [STREAM, [50, 110, 20], [60, 20, 40], [4], [2, 2, 2]],
+    4: [STREAM, [5], [90, 7, 11, 200]],
 }
-"""Documents on two and three ranks; ranks of whole documents, of one row, without rows; no document that spans."""
+"""Documents on two to four ranks; ranks of whole documents, of one row, without rows; no document that spans."""
 
 
 def _check(found: list[list[dict[str, Any]]]) -> None:
@@ -137,14 +141,36 @@ def _often(kind: str) -> Any:
 def test_as_alone(workers: WorkerPool, kind: str) -> None:
     """Every kind, over three ranks; with checkpointing, but for Zamba, whose layers checkpoint inside each other."""
     checkpoint = None if kind == "zamba" else False
-    _check(workers.run(_spans, 3, kind, STREAMS[3], checkpoint, timeout=240.0))
+    _check(workers.run(_spans, 3, kind, STREAMS[3], checkpoint, {}, timeout=240.0))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "jamba", "lfm2"])
+def test_in_fp32(workers: WorkerPool, kind: str) -> None:
+    """One model for each kernel."""
+    for of_rank in workers.run(_spans, 2, kind, [STREAM], False, {}, False, None, torch.float32, timeout=240.0):
+        for found in of_rank:
+            assert found["logits"] < 1e-5 and found["gradients"][0] < 1e-5, found
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    ("world", "checkpoint", "zigzag"), [(2, None, False), (2, True, True), (3, None, True), (4, True, False)]
+)
+def test_cuts(workers: WorkerPool, kind: str, world: int, checkpoint: bool | None, zigzag: bool) -> None:
+    """Two to four ranks, pieces dealt out in zigzag, without checkpointing and with the reentrant kind."""
+    how = {"zigzag": zigzag, "ranks_per_host": 2 if zigzag else None}
+    _check(workers.run(_spans, world, kind, STREAMS[world], checkpoint, how, timeout=240.0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lora", "changes"), [(True, {}), (False, {"keep": "host"})], ids=["lora", "keep_host"])
 def test_adapters_and_what_is_kept(workers: WorkerPool, lora: bool, changes: dict[str, Any]) -> None:
     """Adapters on projections of both kinds of layers; what attention keeps on the host."""
-    _check(workers.run(_spans, 2, "qwen3_5_text", STREAMS[2], False, lora, changes, timeout=240.0))
+    _check(workers.run(_spans, 2, "qwen3_5_text", STREAMS[2], False, {}, lora, changes, timeout=240.0))
 
 
 def _with_kernels(rank: int, world: int, kind: str, module: str, kernel: str) -> dict[str, Any]:
@@ -285,7 +311,7 @@ def _in_waves(rank: int, world: int, memory: float | None) -> tuple[dict[str, An
         patch.setattr(Spanning, "heads", counted)
         in_fp64(patch, reference)
         deepspeed_cad.apply(model, {**BLOCK, "memory": memory} if memory else BLOCK)
-        return _one_stream(rank, world, reference, model, [60, 200, 20]), found
+        return _one_stream(rank, world, reference, model, [60, 200, 20], {}), found
 
 
 def test_waves(workers: WorkerPool) -> None:
@@ -318,6 +344,23 @@ def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
     assert again.tolist() == [*once[:3], *once[1:3], *once[3:]]
     for one, other in zip(*(workers.run(_moved, 2, "lfm2", lengths, one) for one in (None, checkpoint))):
         assert one == other and len(one) == 2
+
+
+def _evaluated(rank: int, world: int, kind: str) -> float:
+    reference, model = _built(kind, torch.float64).eval(), _built(kind, torch.float64).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        in_fp64(patch, reference)
+        expected, _ = _expected(reference, _documents(STREAM))
+    deepspeed_cad.apply(model, {**BLOCK, "forward_only": "balanced"})
+    part, here = _part(STREAM, rank, world)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        in_fp64(patch, model)
+        return difference(model(**part).logits[0], expected[here])
+
+
+def test_evaluation(workers: WorkerPool) -> None:
+    for found in workers.run(_evaluated, 2, "qwen3_5_text"):
+        assert found < EXACT
 
 
 def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> str:

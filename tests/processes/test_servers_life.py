@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
     [
         ("raise", 1, {}, "ValueError: no more data"),
         ("kill", 1, {"servers": {"reserved": 2}, "on_server_failure": "continue"}, "trainer 1"),
+        pytest.param("terminate", 1, {}, "trainer 1", marks=pytest.mark.long),
         pytest.param("interrupt", 0, {}, "KeyboardInterrupt", marks=pytest.mark.long),
         pytest.param("early", 1, {}, "trainers 1 had ended well", marks=pytest.mark.long),
     ],
@@ -43,10 +44,11 @@ def test_trainers_that_never_train_end_the_servers_well(job: Job) -> None:
     assert "ended without having trained with CAD" in job.said("rank2")
 
 
-def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_dead_server_ends_the_training_with_its_name(job: Job, how: signal.Signals) -> None:
     job.launch_all(3, "wait", "9")
     job.wait_for("rank0", "step 1")
-    job.processes["rank2"].send_signal(signal.SIGKILL)
+    job.processes["rank2"].send_signal(how)
     codes = job.ends("rank2")
     for name in ("rank0", "rank1"):
         assert codes[name] != 0 and "server 2 ended: its process died" in job.said(name)
