@@ -76,15 +76,15 @@ def unpadded_attention(kernel: Kernel, outputs: KeptOutputs) -> Any:
     return attend
 
 
-def make_batch(documents: list[int], numbers: list[int], padded: bool, vocab: int) -> Batch:
-    """A micro-batch of these lengths; the tokens of a document follow from its number."""
+def make_batch(documents: list[tuple[int, int]], padded: bool, vocab: int) -> Batch:
+    """A micro-batch of documents, each a length and a number, from which its tokens follow."""
     ids = [
         torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(number))
-        for length, number in zip(documents, numbers)
+        for length, number in documents
     ]
     labels = [torch.cat([one.new_full((1,), -100), one[1:]]) for one in ids]
     if not padded:
-        positions = torch.cat([torch.arange(length) for length in documents])
+        positions = torch.cat([torch.arange(len(one)) for one in ids])
         return {"input_ids": torch.cat(ids)[None], "position_ids": positions[None], "labels": torch.cat(labels)[None]}
 
     def pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
@@ -101,8 +101,8 @@ class Trainer:
         self.device = device
         self.optimizer = ShardedAdamW(list(model.parameters()), 0.0)
 
-    def step(self, model: Any, batch: Batch, plain: bool) -> tuple[torch.Tensor, int]:
-        """One step: the sum of the loss over this rank's targets, and its tokens that are no padding."""
+    def step(self, model: Any, batch: Batch, plain: bool) -> torch.Tensor:
+        """One step: the sum of the loss over this rank's targets."""
         given = {name: value.to(self.device) for name, value in batch.items()}
         labels = given.pop("labels")
         mask = batch.get("attention_mask")
@@ -121,7 +121,7 @@ class Trainer:
         loss = ChunkedLoss.apply(hidden, model.lm_head.weight, targets, 1.0)
         loss.backward()
         self.optimizer.step()
-        return loss.detach(), int(batch["input_ids"].numel() if mask is None else mask.sum())
+        return loss.detach()
 
     def run(self, model: Any, batches: Iterable[Batch], plain: bool) -> tuple[float, float]:
         """Seconds of all steps but those that warm up, and the loss of their documents over all ranks."""
@@ -130,7 +130,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             if number == WARMUP:
                 begun = self._now()
-            loss, _ = self.step(model, batch, plain)
+            loss = self.step(model, batch, plain)
             if number >= WARMUP:
                 total += loss
         seconds = self._now() - begun
@@ -147,15 +147,9 @@ class Trainer:
 def own_batches(options: argparse.Namespace, lengths: list[int], grouped: bool) -> list[Batch]:
     """This rank's micro-batches of all steps, behind those that warm up: the first ones once more."""
     rank, ranks, size = dist.get_rank(), dist.get_world_size(), options.documents
-    # Lengths are told apart by a small fraction, so that a sorted document keeps its number.
-    numbered = [length + number / 2**24 for number, length in enumerate(lengths)]
-    found = group(numbered, size) if grouped else [numbered[at : at + size] for at in range(0, len(numbered), size)]  # type: ignore[arg-type]
-    made = [
-        make_batch(
-            [int(one) for one in batch], [round(one % 1 * 2**24) for one in batch], options.padded, options.vocab
-        )
-        for batch in found[rank::ranks]
-    ]
+    numbered = [(length, number) for number, length in enumerate(lengths)]
+    found = group(numbered, size) if grouped else [numbered[at : at + size] for at in range(0, len(numbered), size)]
+    made = [make_batch(documents, options.padded, options.vocab) for documents in found[rank::ranks]]
     return [*made[:WARMUP], *made]
 
 

@@ -30,6 +30,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,8 +81,8 @@ def make_steps(batches: list[list[int]], ranks: int, accumulation: int, padded: 
     return [turns[at : at + accumulation] for at in range(0, len(turns), accumulation)]
 
 
-def group(lengths: list[int], documents: int) -> list[list[int]]:
-    """Micro-batches, those of GROUPED micro-batches sorted by length, the longest first."""
+def group(lengths: list[Any], documents: int) -> list[list[Any]]:
+    """Micro-batches, those of GROUPED micro-batches sorted by length, the longest first; also of (length, …)."""
     size = GROUPED * documents
     ordered = [one for at in range(0, len(lengths), size) for one in sorted(lengths[at : at + size], reverse=True)]
     return [ordered[at : at + documents] for at in range(0, len(ordered), documents)]

@@ -16,7 +16,7 @@ SUPPORTED: Final[frozenset[str]] = frozenset(
     qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma youtu zamba
     """.split()
 )
-"""`model_type` of every model that tests/test_models.py compares with its documents run alone."""
+"""`model_type` of every model that tests/processes/test_models.py compares with its documents run alone."""
 
 BOTH_WAYS: Final = "tokens of an image see each other, later ones too, and CAD computes causal attention"
 

@@ -233,7 +233,7 @@ class Collectives(GroupTransport):
 
     def abandon(self) -> Callable[[], None]:
         """Raise CADError: of collectives on GPUs nothing can be given up while a server is waited for, and no session
-        that may lose one takes them (server/surviving/members.py)."""
+        that may lose one takes them (server/meeting.py)."""
         raise CADError("transport c10d cannot be given up on GPUs")
 
 

@@ -18,7 +18,7 @@ HIDDEN_TENSORS = 9.4
 """Bytes of the working set over 2 bytes × the hidden size, and of its width; see above."""
 STATE_BYTES = 11.0
 """Of the working set of a layer that carries state, beside what one that attends has: for each element that its kernel
-takes or gives of a token. From the run that STATE (non_attention_seconds.py) is from."""
+takes or gives of a token. From the run that STATE (model_shape.py) is from."""
 SAVED_MLP = 4.0
 SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""

@@ -148,6 +148,25 @@ def kept_on_host(result: Any) -> list[float]:
     return [*found, result["modes"]["dp"]["peak_GiB"]]
 
 
+def dealt(result: Any, mode: str) -> list[float]:
+    """Tokens/s of a GPU, and over those of plain and of grouped training; the faster pass of each."""
+    best = {name: min(seconds) for name, seconds in result["seconds"].items()}
+    rate = result["tokens"] / result["machine"]["ranks"] / best[mode]
+    return [rate, *(best[other] / best[mode] for other in ("plain:kept", "grouped:kept"))]
+
+
+def passes(result: Any) -> list[float]:
+    """The slower and the faster one of documents dealt out; by how many percent those of the others differ at most."""
+    ways = {name: (max(seconds), min(seconds)) for name, seconds in result["seconds"].items()}
+    return [*ways.pop("dealt"), max(100 * (slow / fast - 1) for slow, fast in ways.values())]
+
+
+def unevenly_full(result: Any) -> list[float]:
+    steps, bound = result["modes"]["cad"]["step_seconds"], result["bounds"]["bound_qkv"]["tokens_per_s_per_gpu"]
+    alone = result["modes"]["bound_qkv"]["step_seconds"]
+    return [over_kept(result), rate(result, "cad") / bound, sum(alone) / len(alone), min(steps), max(steps)]
+
+
 of_ulysses, kept_of_ulysses = partial(over, other="ulysses"), partial(over_kept, other="ulysses")
 kept_memory = partial(memory, other="ulysses:kept")
 README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
@@ -198,7 +217,27 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
      growth),
 ]  # fmt: skip
+DEALT = "h100x2/dealt_chat_4_5d16fe3.json"
 DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
+    "steps": [
+        *(
+            (f"| {words} | {{:,.0f}} | {{:.2f}} | {{:.2f}} |", DEALT, partial(dealt, mode=mode))
+            for words, mode in (
+                ("plain", "plain:kept"), ("plain, `group_by_length`", "grouped:kept"), ('CAD, `"keep"`', "cad"),
+                ("CAD, dealt out", "dealt"),
+            )
+        ),
+        ("dealt out took {:.1f} s, the faster one {:.1f} s", DEALT, passes),
+    ],
+    "speeds": [
+        ("CAD ran {:.2f} times as fast as plain training that keeps attention, and {:.2f} times as fast as an even "
+         "split of all work would. The full row alone takes {:.2f} s a step without its attention, and CAD's steps "
+         "took {:.2f} to {:.2f} s", "h100x2/train_heavy_64k_2r_rows_100_60_5d16fe3.json", unevenly_full),
+    ],
+    "getting-started": [
+        ("It made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
+         lambda r: (min(r["seconds"]["cad"]) / min(r["seconds"]["plain:kept"]),)),
+    ],
     "servers": [
         *(
             (f"{words} | {{:.3f}} | {{:.1f}} % | {{:.1f}}, {{:.1f}} |", SERVED[2 * n : 2 * n + 2], beside_in_place)
