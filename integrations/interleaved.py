@@ -76,10 +76,8 @@ def _refuse(binding: Binding, reason: str) -> None:
     if reason:
         binding.feed.stays_whole()
         if binding.session.rank == 0:
-            notice(
-                f'"overlap" is "local_first" for {type(binding.decoder()).__name__}, so reserved servers wait while '
-                f"its linear layers run: {reason}"
-            )
+            wait = ", so reserved servers wait while its linear layers run" if binding.session.servers.at_start else ""
+            notice(f'"overlap" is "local_first" for {type(binding.decoder()).__name__}{wait}: {reason}')
 
 
 @functools.partial(torch.compiler.disable, recursive=False)

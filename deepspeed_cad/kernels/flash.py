@@ -56,8 +56,8 @@ class FlashAttention(Kernel):
         return self.refuse_more(need, capability)
 
     def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        """What this backend asks for beside what all do; see Kernel.refuse."""
-        raise NotImplementedError
+        """What this backend asks for beside what all do, see Kernel.refuse; nothing, unless it says."""
+        return None
 
 
 class _Compiled(FlashAttention):
