@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
-from deepspeed_cad.integrations.padding import Padding
 from deepspeed_cad.integrations.positions import Unread
 from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads, to_local
 from deepspeed_cad.integrations.structure import (
     default_attention,
     has_chunks,
     local_attention,
-    masked_attention,
     name_layer,
 )
 from deepspeed_cad.integrations.ulysses import PieceMask
@@ -80,7 +78,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
         return ALL_MASK_ATTENTION_FUNCTIONS[name if known else "sdpa"](*args, **kwargs)
     window, chunk = kwargs.get("local_size"), chunk_of(kwargs)
     if scope.alone is not None:
-        return Alone(scope.alone.documents, window, scope.binding.original, scope.micro_batch.padding)
+        return Alone(scope.alone.documents, window, scope.binding.original)
     if window is not None and scope.shown > window:
         scope.binding.feed.fail(
             CADUnsupportedError(
@@ -145,13 +143,8 @@ def cad_attention(
     query = as_alone(module, query, attention_mask)
     check: Check | None = attention_mask.micro_batch.check
     run = attention_mask.attend if check is None else partial(check.attend, attention_mask)
-    o = attend_layer(run, module, query, key, value, attention_mask.window, scaling, dropout, softcap, s_aux, kwargs)
-    padding: Padding | None = attention_mask.micro_batch.padding
-    if padding is not None:
-        given |= {"scaling": query.shape[-1] ** -0.5 if scaling is None else scaling, "dropout": 0.0}
-        own = masked_attention(module, padding.eager, **given)
-        o = padding.fill(id(module), attention_mask, query, key, value, o, own)
-    return o, None
+    window = attention_mask.window
+    return attend_layer(run, module, query, key, value, window, scaling, dropout, softcap, s_aux, kwargs), None
 
 
 def attend_layer(

@@ -22,7 +22,7 @@ from deepspeed_cad.integrations.borders import Borders, find_borders
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import interleave
 from deepspeed_cad.integrations.mask_check import is_due
-from deepspeed_cad.integrations.padding import find_counted
+from deepspeed_cad.integrations.padding import check_padding
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
@@ -189,7 +189,7 @@ class Binding:
                 models.refuse_spanning(getattr(decoder, "config", None), self.state_stays)
         empty = 0 in batch_shape(given)
         if not (empty or follows) and self.ulysses is None:
-            micro_batch.padding = find_counted(self, micro_batch, given)
+            check_padding(self, micro_batch, given)
         ready_made = getattr(given.get(MASK), "ndim", 2) == 4
         shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
         running.set(Scope(self, micro_batch, training, shared, unread, empty, shown=shown))

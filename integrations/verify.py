@@ -45,8 +45,8 @@ class Alone:
 
     nano_batch = None
 
-    def __init__(self, documents: list[slice], window: int | None, original: str, padding: Any) -> None:
-        self.documents, self.window, self.original, self.padding = documents, window, original, padding
+    def __init__(self, documents: list[slice], window: int | None, original: str) -> None:
+        self.documents, self.window, self.original = documents, window, original
 
     def attend(
         self, module: torch.nn.Module, q_BHSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSV: torch.Tensor, **given: Any
@@ -60,11 +60,7 @@ class Alone:
             for rows, keys, visible in visible_blocks(document, self.window, heads, q.device):
                 one = [x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
                 o[rows] = own(*one, visible[None, None])[0]
-        o_BSHV = o.unflatten(0, (batch, width))
-        if self.padding is None:
-            return o_BSHV
-        filled: torch.Tensor = self.padding.fill(id(module), self, q_BHSD, k_BKSD, v_BKSV, o_BSHV, own)
-        return filled
+        return o.unflatten(0, (batch, width))
 
 
 class Check:

@@ -64,8 +64,6 @@ class MicroBatch:
     """What its exchanges may need at once; None where nobody looks after that."""
     stretch_times: StretchTimes | None = None
     """Where what is not attention is timed; None where nobody plans with that."""
-    padding: Any = None
-    """What an integration keeps to compute rows that no plan covers; attention here gives them zeros."""
     check: Any = None
     """What an integration compares attention calls with, where it verifies them."""
     planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)

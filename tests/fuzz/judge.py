@@ -95,7 +95,6 @@ def refused(case: Case, ranks: list[Played]) -> bool:
     forms = [FORMS[form] for form in case.forms]
     may_be = {
         "ready-made attention mask": any(form.mask in MASKS_OF_FOUR_AXES for form in forms),
-        "its only row begins with padding": any(form.shape == "left" for form in forms),
         "layers that carry state": bool(case.stages and case.model in HYBRIDS),
     }
     said = [one.error[2] for one in ranks if one.error is not None]

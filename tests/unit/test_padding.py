@@ -1,4 +1,4 @@
-"""Padding: rows whose labels count are computed as transformers' own sdpa and eager attention compute them."""
+"""Padding: attention gives it zeros; labels that count what comes out there are refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from deepspeed_cad.integrations import padding
 from padded import assert_same, loss_and_gradients, padded
 from transformers import MistralConfig, MistralForCausalLM, set_seed
 
@@ -14,78 +15,69 @@ import deepspeed_cad
 from deepspeed_cad.errors import CADDataError
 
 
-@pytest.mark.parametrize("labels", ["copied", "masked", "none"])
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_as_without_cad(attention: str, side: str, labels: str) -> None:
-    batch = padded([24, 9, 1], side, labels)
+def _mistral(dtype: torch.dtype, **more: Any) -> Any:
+    set_seed(0)
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=5, **more,
+    )  # fmt: skip
+    return MistralForCausalLM(config).to(dtype)
+
+
+@pytest.mark.parametrize("lengths", [[24, 9, 1], [13], [20, 24]])
+@pytest.mark.parametrize(
+    ("make", "attention", "side"),
+    [
+        (training.tiny_llama, "sdpa", "right"), (training.tiny_llama, "sdpa", "left"),
+        (training.tiny_llama, "eager", "right"), (_mistral, "sdpa", "right"), (_mistral, "sdpa", "left"),
+    ],
+)  # fmt: skip
+def test_as_without_cad(make: Any, attention: str, side: str, lengths: list[int]) -> None:
+    batch = padded(lengths, side, "masked")
     # transformers' eager attention computes its softmax in fp32, also of masks that hold the lowest fp64.
     dtype = torch.float32 if attention == "eager" else torch.float64
-    expected = loss_and_gradients(training.tiny_llama(dtype, attn_implementation=attention), batch)
-    model = deepspeed_cad.apply(training.tiny_llama(dtype, attn_implementation=attention), {})
+    expected = loss_and_gradients(make(dtype, attn_implementation=attention), batch)
+    model = deepspeed_cad.apply(make(dtype, attn_implementation=attention), {})
     assert_same(loss_and_gradients(model, batch), expected, 1e-5 if attention == "eager" else 1e-9)
 
 
-@pytest.mark.parametrize("lengths", [[13], [20, 24]])
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_one_row_and_rows_without_padding(checkpoint: bool, lengths: list[int]) -> None:
-    """Rows without padding are left as they are; checkpointing computes padding again."""
-    batch = padded(lengths, "right", "copied")
-    expected = loss_and_gradients(training.tiny_llama(attn_implementation="sdpa"), batch)
-    model = deepspeed_cad.apply(training.tiny_llama(attn_implementation="sdpa"), {})
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same(loss_and_gradients(model, batch), expected, 1e-9)
+def _shifted(batch: dict[str, torch.Tensor], *counted: int) -> dict[str, torch.Tensor]:
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    labels[1, list(counted)] = 5
+    return {**batch, "shift_labels": labels}
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_windows(side: str) -> None:
-    """A row of padding sees no further back than others."""
-
-    def model() -> Any:
-        set_seed(0)
-        config = MistralConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, sliding_window=5, attn_implementation="sdpa",
-        )  # fmt: skip
-        return MistralForCausalLM(config).to(torch.float64)
-
-    batch = padded([24, 9, 22], side, "copied")
-    expected = loss_and_gradients(model(), batch)
-    assert_same(loss_and_gradients(deepspeed_cad.apply(model(), {}), batch), expected, 1e-9)
-
-
-def _seen(model: Any, batch: dict[str, torch.Tensor]) -> Any:
-    """What is kept for padding in a forward of the model."""
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    found: list[Any] = []
-    count = session.count
-    session.count = lambda micro_batch, *more: (found.append(micro_batch), count(micro_batch, *more))[1]  # type: ignore[method-assign, func-returns-value]
-    model(**batch, use_cache=False)
-    return found[-1].padding
-
-
-def test_nothing_is_computed_where_nothing_counts() -> None:
-    """Labels that are -100 behind the mask, shifted or not, and FlashAttention, which gives padding zeros as well."""
-    model = training.tiny_llama(attn_implementation="sdpa").train()
-    deepspeed_cad.apply(model, {})
+def test_labels_that_do_not_count_padding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said of them; nor of FlashAttention, which gives padding zeros as well."""
+    monkeypatch.setattr(padding, "_told", set())
+    model = deepspeed_cad.apply(training.tiny_llama(attn_implementation="sdpa"), {}).train()
     right = padded([24, 9], "right", "masked")
-    assert _seen(model, right) is None
-    shifted = torch.nn.functional.pad(right["labels"][:, 1:], (0, 1), value=-100)
-    assert _seen(model, {**right, "shift_labels": shifted}) is None
-    shifted[1, 20] = 5
-    assert _seen(model, {**right, "shift_labels": shifted}) is not None
-    assert _seen(model, padded([24, 9], "right", "copied")) is not None
-    assert _seen(model, padded([24, 9], "right", "none")) is not None
-    # The last row of left padding predicts the first token.
-    assert _seen(model, padded([24, 9], "left", "masked")) is not None
-    model.config.output_router_logits = True  # a router counts every row
-    assert _seen(model, right) is not None
-    model.config.output_router_logits = False
-    binding = deepspeed_cad.current_session().bindings[model]
-    binding.original = "flash_attention_2"
-    assert _seen(model, padded([24, 9], "right", "copied")) is None
+    for batch in (right, _shifted(right), padded([24, 9], "left", "masked")):
+        model(**batch, use_cache=False)
+    deepspeed_cad.current_session().bindings[model].original = "flash_attention_2"
+    model(**padded([24, 9], "right", "copied"), use_cache=False)
+    assert "padding" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["labels", "shift_labels", "eager"])
+def test_labels_that_count_padding(case: str) -> None:
+    batch, row = padded([24, 9], "right", "copied"), 33
+    if case == "shift_labels":
+        batch = _shifted(padded([24, 9], "right", "masked"), 20)
+    elif case == "eager":
+        # It gives a row that sees no token the mean of all values, and the last of them predicts the first token.
+        batch, row = padded([24, 9], "left", "masked"), 24
+    model = training.tiny_llama(torch.float32, attn_implementation="eager" if case == "eager" else "sdpa")
+    with pytest.raises(CADDataError, match=f"rank 0: 15 tokens from row {row} on are hidden by attention_mask.*-100"):
+        deepspeed_cad.apply(model, {}).train()(**batch, use_cache=False)
+
+
+def test_one_line_where_nobody_knows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "_told", set())
+    model = deepspeed_cad.apply(training.tiny_llama(attn_implementation="sdpa"), {}).train()
+    for _ in range(2):
+        loss_and_gradients(model, padded([24, 9], "right", "none"))
+    assert capsys.readouterr().err.count("rows of padding get zeros from attention") == 1
 
 
 def test_labels_behind_cumulative_lengths() -> None:
