@@ -1,10 +1,9 @@
 """Waits for the real import of deepspeed and then lets deepspeed_cad.launch.deepspeed_hook wrap it.
 
 Started by deepspeed_cad_autoload.pth in every Python process, so it imports nothing that is not loaded already but the
-waiter, and lies beside the package instead of inside it. In: the imports of the process. Out: a call of `after_import`
-of that module once one of `WAITED_FOR` has run, and, where DEEPSPEED_CAD_CONFIG asks for CAD, of that in
-deepspeed_cad.launch.armed for `ASKED_FOR`, and one line where that request cannot be read. Without that request it must
-never make an import fail. Nothing imports it but the .pth file.
+waiter, and lies beside the package. In: the imports of the process. Out: a call of `after_import` of that module once
+one of `WAITED_FOR` has run, and, where DEEPSPEED_CAD_CONFIG asks for CAD, of that in deepspeed_cad.launch.armed for
+`ASKED_FOR`. Without that request it must never make an import fail. Nothing imports it but the .pth file.
 """
 
 import os

@@ -19,25 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from setuptools import build_meta
-from setuptools.build_meta import (
-    build_editable,
-    build_sdist,
-    build_wheel,
-    get_requires_for_build_sdist,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
-
-__all__ = [
-    "build_editable",
-    "build_sdist",
-    "build_wheel",
-    "get_requires_for_build_editable",
-    "get_requires_for_build_sdist",
-    "get_requires_for_build_wheel",
-    "prepare_metadata_for_build_editable",
-    "prepare_metadata_for_build_wheel",
-]
+from setuptools.build_meta import *  # noqa: F403, the other hooks
 
 ROOT = Path(__file__).resolve().parent
 ZIGLANG = "ziglang>=0.14"

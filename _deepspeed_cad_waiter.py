@@ -31,20 +31,14 @@ class Waiter:
             return None
         self._searching.add((name, get_ident()))
         try:
-            spec = self._ask_others(name, path, target)
+            others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+            found = (finder.find_spec(name, path, target) for finder in others)
+            spec = next((spec for spec in found if spec is not None), None)
         finally:
             self._searching.discard((name, get_ident()))
         if hasattr(getattr(spec, "loader", None), "exec_module"):
             spec.loader = StandIn(spec.loader, self)
         return spec
-
-    def _ask_others(self, name, path, target):
-        for finder in list(sys.meta_path):
-            if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    return spec
-        return None
 
     def done(self, name) -> None:
         """Called after the real import; with nothing left to wait for the finder goes."""

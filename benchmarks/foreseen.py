@@ -199,7 +199,7 @@ Figures of one machine, the same for every file, each with its source in `deepsp
 | lost where ranks meet in every layer | 1.3 % of what is not attention | CAD's ratio in the fitted runs |
 | working set of a layer | 277 KB a token | plain training of 21 November |
 | logits in a pipeline's last stage | 18 bytes each | the first run of a pipeline |
-| elementwise kernels | 4.0 TB/s | assumed; bytes are counted in `deepspeed_cad/forecast/model_shape.py` |
+| elementwise kernels | 4.0 TB/s | assumed; bytes are counted in `deepspeed_cad/forecast/setting.py` |
 | peer copies; all-gather and reduce-scatter | 362; 289 GB/s | `benchmarks/exchange.py`; NCCL between four GPUs |
 | all-to-all of Ulysses | 121 GB/s | `benchmarks/results/h200x4/exchange.json`, NCCL with packing |
 | between hosts | 50 GB/s | assumed, unless `--link-between` says otherwise |
@@ -258,9 +258,8 @@ Ulysses, the only one between hosts.
 - **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and
   FSDP, CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing.
   What one more wave costs is a guess.
-- **More than one replica of a pipeline, more than one trainer beside servers, servers under ZeRO-3 or FSDP**, where
-  nothing alternates.
-- **Packing by length**: an oracle's; no way to reach it is known.
+- **More than one replica of a pipeline, more than one trainer beside servers.** Servers under ZeRO-3 or FSDP, where
+  nothing alternates, are not foreseen.
 - **Runs of which too little is left**: `h200x4/accelerate_fsdp2_128k.md` has no documents, the hybrid only ratios
   (and what a delta net takes is from its steps without attention).
 """

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, modes, modes_cad, seat_shape
-from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.profile import SHIPPED

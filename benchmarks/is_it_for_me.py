@@ -23,8 +23,8 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape  # noqa: E402
 from deepspeed_cad.forecast.compare import MODES, compare  # noqa: E402
-from deepspeed_cad.forecast.model_shape import ModelShape  # noqa: E402
 from deepspeed_cad.forecast.packing import pack  # noqa: E402
+from deepspeed_cad.forecast.setting import ModelShape  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
 from deepspeed_cad.profiles.profile import SHIPPED  # noqa: E402
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.setting import ModelShape
 
 GiB = 2**30
 LIBRARIES = 2 * GiB

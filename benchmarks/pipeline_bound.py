@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from foreseen_runs import SUMMARIES, WORKLOADS, stand_in  # noqa: E402
 
 from deepspeed_cad.forecast import Machine  # noqa: E402
-from deepspeed_cad.forecast.attention_seconds import Floats, of_documents  # noqa: E402
+from deepspeed_cad.forecast.attention import Floats, of_documents  # noqa: E402
 from deepspeed_cad.forecast.schedule import one_forward_one_backward  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402

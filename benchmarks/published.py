@@ -33,12 +33,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from deepspeed_cad.cost import PAIRS  # noqa: E402
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, modes, modes_cad, seat_shape  # noqa: E402
-from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape  # noqa: E402
+from deepspeed_cad.forecast.attention import document_lengths, of_pieces  # noqa: E402
 from deepspeed_cad.forecast.packing import NAMED, pack  # noqa: E402
+from deepspeed_cad.forecast.setting import SHAPES, ModelShape  # noqa: E402
 from deepspeed_cad.forecast.step import mean  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.profiles import Profile  # noqa: E402
@@ -92,12 +95,36 @@ def over(steps: list[list[Layout]], run: Callable[[list[Layout]], Foreseen]) -> 
     return mean([run(step) for step in steps])
 
 
+def packed(setting: Setting, step: list[Layout], degree: int, kept: bool = False) -> Foreseen:
+    """What the paper calls WLB-ideal: documents of a step are repacked so that all groups of `degree` seats have equal
+    attention, by an oracle and at no cost, but none is split between groups; inside a group as all-gather CP.
+
+    It is the least that any such packing reaches. Tokens count as equal, which is generous.
+    """
+    lengths = np.concatenate([document_lengths(layout) for layout in step])
+    each = of_pieces(lengths, setting.cost, degree)
+    count, share = len(step), each.sum(0) / degree
+    # Attention of a group's micro-batch: the mean, or all of the longest document.
+    fair, longest = float(share.sum()) / (setting.seats // degree * count), int(share.argmax())
+    worst = max(fair, float(share[longest]))
+    of_worst = each[:, longest] if worst > fair else each.sum(1)
+    attention = np.multiply.outer(of_worst / of_worst.sum() * worst, np.ones((count, 1)))
+    tokens = np.full((count, 1), sum(float(layout.tokens.sum()) for layout in step) / (setting.seats * count))
+    keys = modes.gather_keys(setting, tokens, degree)
+    found = modes.foresee_rows(setting, "packed", tokens, attention, kept, degree, *keys)
+    # The mean rank has that share of the slowest one's attention; for the rest it waits.
+    spare = found.seconds.attention * (1.0 - fair / worst)
+    attended, waited = found.seconds.attention - spare, found.seconds.waiting + spare
+    return replace(found, mode="packed", seconds=found.seconds._replace(attention=attended, waiting=waited))
+
+
 def ideal(setting: Setting, steps: list[list[Layout]], longest: int, kept: bool) -> Foreseen:
-    """The best degree of context parallelism."""
+    """The best degree of context parallelism, of those with which a group holds the longest document."""
     tokens = int(steps[0][0].tokens.max())
+    degrees = [1 << power for power in range(setting.seats.bit_length()) if setting.seats % (1 << power) == 0]
     found = [
-        over(steps, lambda step, d=degree: modes.packed(setting, step, d, kept))  # type: ignore[misc]
-        for degree in modes.degrees(setting, "packed", longest, tokens)
+        over(steps, lambda step, d=degree: packed(setting, step, d, kept))  # type: ignore[misc]
+        for degree in [one for one in degrees if one * tokens >= longest] or [setting.seats]
     ]
     return max((one for one in found if one.fits), key=lambda one: one.tokens_per_second, default=found[0])
 

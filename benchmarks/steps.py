@@ -44,10 +44,10 @@ from train_model import make_model  # noqa: E402
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.cli.data.lengths import read_lengths  # noqa: E402
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, seat_shape  # noqa: E402
-from deepspeed_cad.forecast.model_shape import SHAPES  # noqa: E402
 from deepspeed_cad.forecast.modes import plain  # noqa: E402
 from deepspeed_cad.forecast.modes_cad import in_place  # noqa: E402
 from deepspeed_cad.forecast.packing import deal_out  # noqa: E402
+from deepspeed_cad.forecast.setting import SHAPES  # noqa: E402
 from deepspeed_cad.layout import Layout  # noqa: E402
 from deepspeed_cad.planner.deal import Costs, Step, deal  # noqa: E402
 from deepspeed_cad.planner.plan import HeadShape  # noqa: E402

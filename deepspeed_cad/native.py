@@ -52,11 +52,7 @@ def call(name: str, *arguments: Any, library: ctypes.CDLL | None = None) -> None
 
 
 @functools.cache
-def _load_once() -> tuple[ctypes.CDLL | None, str]:
-    return _open(LIBRARY)
-
-
-def _open(path: Path) -> tuple[ctypes.CDLL | None, str]:
+def _load_once(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
     if not path.exists():
         reason = f": {path} does not exist"
     else:

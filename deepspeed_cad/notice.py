@@ -3,8 +3,6 @@
 In: a text. Out: a record of this package's logger where a handler shows it, else the same line on stderr.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,9 +12,12 @@ logger = logging.getLogger("deepspeed_cad")
 
 def notice(text: str) -> None:
     """Log at level INFO, or write to stderr where nothing shows that level. For the few lines that are worth it."""
-    if _is_shown():
-        logger.info(text)
-        return
+    at: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
+    while at is not None:
+        if any(one.level <= logging.INFO and not isinstance(one, logging.NullHandler) for one in at.handlers):
+            logger.info(text)
+            return
+        at = at.parent if at.propagate else None
     # Not a handler of the logger: it would show what the host framework's level hides.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("deepspeed_cad: %(message)s"))
@@ -32,13 +33,3 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 1": 16 by number."""
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _is_shown() -> bool:
-    """Whether a handler on the way to the root shows this logger's records of level INFO."""
-    at: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
-    while at is not None:
-        if any(one.level <= logging.INFO and not isinstance(one, logging.NullHandler) for one in at.handlers):
-            return True
-        at = at.parent if at.propagate else None
-    return False

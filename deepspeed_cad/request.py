@@ -4,8 +4,6 @@ In: the environment variable DEEPSPEED_CAD_CONFIG: the "cad" block as JSON, or {
 `Request`, and one error where two requests differ. What a request does in a process: `deepspeed_cad.launch.armed`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

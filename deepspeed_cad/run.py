@@ -7,8 +7,6 @@ that it starts: where Accelerate or DeepSpeed prepare it, else at its first trai
 does not become active stops at its first optimizer step, and none that trained without CAD ends with exit code 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -24,14 +22,6 @@ from deepspeed_cad.request import Request, agree, read_environment
 from deepspeed_cad.server.launch import take_role
 
 logger = logging.getLogger("deepspeed_cad")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="the training script, or the file of a command such as $(which trl)")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed_cad.run", description="Run a training script with CAD on.", allow_abbrev=False
     )
-    add_arguments(parser)
+    add_source(parser)
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the training script, or the file of a command such as $(which trl)")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
     try:
         if args.cad is None and args.cad_config is None:
@@ -99,22 +93,17 @@ def read_request(text: str | None, path: str | None, default: str = "-m deepspee
     if path is not None:
         request = Request(CADConfig.load(path), f"--cad_config {path}")
     elif text is not None:
-        request = Request(_read_block(text), "--cad")
+        try:
+            request = Request(CADConfig.from_dict(json.loads(text)), "--cad")
+        except json.JSONDecodeError as error:
+            raise CADConfigError(
+                f"--cad {text!r} is not JSON: {error}. Quote it for the shell: --cad '{{\"tolerance\": 0.05}}'"
+            ) from error
     else:
         return surrounding or Request(CADConfig(), default)
     if surrounding is not None:
         agree(request.config, request.asked_by, surrounding.config, surrounding.asked_by)
     return request
-
-
-def _read_block(text: str) -> CADConfig:
-    try:
-        block = json.loads(text)
-    except ValueError as error:
-        raise CADConfigError(
-            f"--cad {text!r} is not JSON: {error}. Quote it for the shell: --cad '{{\"tolerance\": 0.05}}'"
-        ) from error
-    return CADConfig.from_dict(block)
 
 
 def run_script(script: str, words: Sequence[str], is_module: bool, request: Request) -> int:

@@ -4,8 +4,6 @@ A process ends when its main thread does, with the exit code of that, whatever i
 C++ then, in a rendezvous with a rank that died for one, comes back to an interpreter that is going down.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import logging
@@ -59,9 +57,10 @@ def _park_at_exit() -> None:
     Python before 3.14 unwinds such a thread, and C++ does not let itself be unwound there: the process would end by
     SIGABRT, "terminate called without an active exception" (csrc/parting.cpp).
     """
-    atexit.register(_park, native.load().cad_park_unwound_threads)
+    park: Callable[[], int] = native.load().cad_park_unwound_threads
 
+    def at_exit() -> None:
+        if park():
+            logger.debug("threads that sit in C++ at the end of this process may abort it")
 
-def _park(park: Callable[[], int]) -> None:
-    if park():
-        logger.debug("threads that sit in C++ at the end of this process may abort it")
+    atexit.register(at_exit)

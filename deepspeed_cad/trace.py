@@ -6,8 +6,6 @@ Every rank is a process: a lane for its training stream, one for the stream besi
 own. A rank that only serves has one per nano-batch. Without a tracer nothing here runs.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -67,9 +65,8 @@ class Tracer:
         self.recording = False
         self.micro_batches = 0
         self._spans: list[Span] = []
-        self._origin: Any = None
-        """The moment at which recording began, and the same as seconds since the epoch."""
-        self._began = 0.0
+        self._origin: Any = None  # when recording began
+        self._began = 0.0  # the same in seconds since the epoch
         for stale in (self.path, part_path(self.path, rank)):
             stale.unlink(missing_ok=True)
 
@@ -161,8 +158,9 @@ def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[s
     lanes = [STEP, *(SERVING if serves else (COMPUTE, ASIDE))]
     about = [(0, "process_name", f"server {rank}" if serves else f"rank {rank}")]
     about += [(number, "thread_name", lane) for number, lane in enumerate(lanes)]
+    meta = {"ph": "M", "pid": rank}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "tid": lane, "name": what, "args": {"name": name}} for lane, what, name in about
+        meta | {"tid": at, "name": what, "args": {"name": name}} for at, what, name in about
     ]
     for span in [*spans, *([] if serves else name_gaps(spans))]:
         lettered = span.nano_batch is not None and not serves
@@ -213,9 +211,8 @@ def merge_parts(path: Path, ranks: int) -> bool:
             if "ts" in event:
                 event["ts"] = round(event["ts"] + (part["began"] - first) * 1e6, 3)
                 event["dur"] = round(event["dur"], 3)
-    write_json(
-        path, {"displayTimeUnit": "ms", "traceEvents": [event for part in found for event in part["traceEvents"]]}
-    )
+    events = [event for part in found for event in part["traceEvents"]]
+    write_json(path, {"displayTimeUnit": "ms", "traceEvents": events})
     for part in parts:
         part.unlink(missing_ok=True)
     return True

@@ -23,7 +23,8 @@ OLDEST = {
 
 def is_too_old(package: str, version: str) -> bool:
     """Whether `version` comes before the oldest that CAD works with; builds of one (.dev0, +cu128) count as it."""
-    return _numbers(version) < _numbers(OLDEST[package])
+    numbers = [[int(part) for part in re.findall(r"\d+", one)[:2]] for one in (version, OLDEST[package])]
+    return numbers[0] < numbers[1]
 
 
 def refuse_old_packages() -> None:
@@ -35,7 +36,3 @@ def refuse_old_packages() -> None:
                 f"{package} {version} is installed, and CAD needs {OLDEST[package]} or newer: "
                 f'pip install --upgrade "{package}>={OLDEST[package]}", or train without CAD'
             )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]

@@ -43,7 +43,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"deepspeed_cad {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     for name, purpose in SUBCOMMANDS.items():
-        sub = subparsers.add_parser(name, help=purpose, description=_sentence(purpose))
+        sub = subparsers.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         if name == chosen:
             _module(name).add_arguments(sub)
     return parser
@@ -51,7 +51,3 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def _module(name: str) -> ModuleType:
     return import_module(f"deepspeed_cad.cli.{name}")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."

@@ -5,8 +5,6 @@ In: `--cad JSON` or `--cad_config FILE`, then the words of `accelerate launch`, 
 checked before anything starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -21,24 +19,6 @@ _COMMAND = "accelerate-cad launch"
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    if words[:1] in (["-h"], ["--help"]):
-        parser.print_help()
-        return 0
-    if words[:1] != ["launch"]:
-        parser.print_usage(sys.stderr)
-        return 2
-    ours, theirs = _split(words[1:])
-    args = parser.parse_args(ours)
-    try:
-        _launch(args.cad, args.cad_config, theirs)
-    except CADError as error:
-        sys.stderr.write(f"{_COMMAND}: {error}\n")
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_COMMAND,
         usage=f"{_COMMAND} [--cad JSON | --cad_config FILE] [flags of accelerate launch] train.py args...",
@@ -47,15 +27,22 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_source(parser)
-    return parser
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The flags of CAD at the beginning, each with its value, and all that follows."""
-    end = 0
+    if words[:1] in (["-h"], ["--help"]):
+        parser.print_help()
+        return 0
+    if words[:1] != ["launch"]:
+        parser.print_usage(sys.stderr)
+        return 2
+    end = 1  # of the flags of CAD, each with its value
     while end < len(words) and words[end].split("=")[0] in _FLAGS:
         end += 2 if "=" not in words[end] else 1
-    return words[:end], words[end:]
+    args = parser.parse_args(words[1:end])
+    try:
+        _launch(args.cad, args.cad_config, words[end:])
+    except CADError as error:
+        sys.stderr.write(f"{_COMMAND}: {error}\n")
+        return 2
+    return 0
 
 
 def _launch(block: str | None, path: str | None, words: list[str]) -> None:

@@ -15,9 +15,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.version import OLDEST, __version__, is_too_old
@@ -37,6 +39,14 @@ TRANSPORTS = ("c10d", "nccl", "mixed", "nvlink")
 
 _TIMEOUT_S = 120
 _WIDTH = 16
+
+# Libraries of the accelerator may abort while the interpreter closes down.
+_EXCHANGE = """
+import os, sys
+from deepspeed_cad.cli.doctor import exchange
+exchange(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+os._exit(0)
+"""
 
 # A stand-in for deepspeed shows whether the installed .pth file works, without the seconds that the real one takes.
 _AUTOLOAD = """
@@ -98,8 +108,8 @@ def examine() -> Report:
 
 def core_works(report: Report) -> bool:
     """Whether CAD can train here at all."""
-    core = [one for one in report["packages"] if one.name in ("torch", "numpy", "native library")]
-    return all(one.ok for one in core) and bool(_working(report["kernels"]) and _working(report["transports"]))
+    core = [one.ok for one in report["packages"] if one.name in ("torch", "numpy", "native library")]
+    return all(core) and bool(_working(report["kernels"]) and _working(report["transports"]))
 
 
 def summarise(report: Report) -> str:
@@ -114,11 +124,6 @@ def summarise(report: Report) -> str:
     return line
 
 
-def summary_line() -> str:
-    """What `ds_report` prints."""
-    return summarise(examine())
-
-
 def _working(findings: list[Finding]) -> list[str]:
     return [one.name for one in findings if one.ok]
 
@@ -127,9 +132,8 @@ def _findings(name: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return probe()
     except Exception as error:
-        text = str(error).strip()
-        kind = type(error).__name__
-        return [Finding(name, False, f"{kind}: {text.splitlines()[0]}" if text else kind)]
+        line = (str(error).strip().splitlines() or [""])[0]
+        return [Finding(name, False, f"{type(error).__name__}: {line}".removesuffix(": "))]
 
 
 def try_packages() -> list[Finding]:
@@ -188,7 +192,7 @@ def _try_transport(name: str) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "deepspeed_cad.cli.exchange_trial", name, str(rank), str(Path(folder, "store"))],
+                [sys.executable, "-c", _EXCHANGE, name, str(rank), str(Path(folder, "store"))],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -210,6 +214,67 @@ def _try_transport(name: str) -> list[Finding]:
             return [Finding(name, False, f"rank {rank} of two processes failed: {_last_line(errors[rank])}")]
     where, speed = "GPUs" if gpus > 1 else "the CPU", _last_line(said[0])
     return [Finding(name, True, f"two processes exchanged slices there and back on {where}, at {speed} GB/s each")]
+
+
+def exchange(name: str, rank: int, store: str) -> None:
+    """One of the two processes of a trial. Raises where a slice did not arrive where the schedule says, or did not come
+    back home; else rank 0 prints the GB/s of one process while both send."""
+    import torch
+    import torch.distributed as dist
+
+    from deepspeed_cad.exchange.links import measure_links
+    from deepspeed_cad.exchange.probe import choose_transport
+
+    on_gpus = torch.cuda.device_count() > 1
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    backend, limit = "cpu:gloo,cuda:nccl" if on_gpus else "gloo", timedelta(seconds=60)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    # "mixed" is for several hosts: there the two processes pass for one on each.
+    hosts, group = [0, int(name == "mixed")], dist.group.WORLD
+    assert group is not None
+    transport = choose_transport(name, group, device, timeout_s=60, host=rank if name == "mixed" else None)
+    _there_and_back(transport, rank, device)
+
+    def gather(value: int) -> list[int]:
+        found = [0, 0]
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    links = measure_links(transport, device, rank, hosts, gather)
+    if rank == 0:
+        print(f"{(links.inside or links.between or 0.0) / 1e9:.3g}", flush=True)
+    transport.close()
+    dist.barrier()
+
+
+def _there_and_back(transport: Any, rank: int, device: Any) -> None:
+    """Slices are uneven: rank 0 sends rows 24 to 40 of one of two head groups, and rank 1 sends nothing."""
+    import numpy as np
+    import torch
+
+    from deepspeed_cad.exchange.transport import Outgoing, Returning
+    from deepspeed_cad.layout import Layout
+    from deepspeed_cad.schedule import KEY, QUERY, build_slices, schedule_rank
+
+    tick = Layout.from_rank_lengths([[40], [16]]).tick()
+    # Document, query rows, head groups, server.
+    tasks = [[0, 0, 24, 0, 2, 0], [0, 24, 40, 0, 1, 0], [0, 24, 40, 1, 2, 1], [1, 0, 16, 0, 2, 1]]
+    schedule = schedule_rank(tick, build_slices(tick, np.array(tasks, np.int64)), rank, 2)
+    given = torch.arange(2.0 * 40 * 2 * 64).view(2, 40, 2, 64)  # Q and K of rank 0
+    q_TGW, k_TGW = (0 * given[:, :16] if rank else given).to(device)
+    arrived = transport.dispatch(schedule, [Outgoing(QUERY, q_TGW), Outgoing(KEY, k_TGW)], nano_batch=0).wait()
+    home_TGW, came_back = torch.zeros_like(q_TGW), torch.zeros_like(q_TGW).cpu()
+    transport.give_back(schedule, [Returning(QUERY, arrived[0].clone(), home_TGW)], nano_batch=0).wait()
+    if rank == 0:
+        came_back[24:, 1] = given[0, 24:, 1]
+    checks = [("what came back", home_TGW, came_back)]
+    if rank == 1:
+        checks += [("queries", arrived[0], given[0, 24:, 1]), ("keys", arrived[1], given[1, :, 1])]
+    for what, found, expected in checks:
+        if not torch.equal(found.cpu(), expected):
+            raise RuntimeError(f"{what} of the exchange differ from what was sent")
 
 
 def try_devices() -> list[Finding]:

@@ -3,8 +3,6 @@
 In: the parsed arguments of `plan.py`. Out: settings and steps; lines of text; pictures.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,10 +17,10 @@ from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_set
 from deepspeed_cad.cli.progress import Progress, say, write
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.forecast import Cluster, Setting
-from deepspeed_cad.forecast.attention_seconds import of_documents
+from deepspeed_cad.forecast.attention import of_documents
 from deepspeed_cad.forecast.bytes_held import loss_bytes
 from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, say_need
-from deepspeed_cad.forecast.packing import DEALT, Rows, make_steps, say_cut
+from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, make_steps, say_cut
 from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RUNS, Foreseen
 from deepspeed_cad.layout import Layout
@@ -37,10 +35,12 @@ PAGE = "docs/is-it-for-me.md"
 def foresee_steps(args: argparse.Namespace) -> int:
     """Read the data, foresee every mode, say what was found; returns the exit code."""
     from deepspeed_cad.cli.data.checkpoint import read_model_shape
-    from deepspeed_cad.cli.data.lengths import check_places, read_lengths
+    from deepspeed_cad.cli.data.documents import list_files
+    from deepspeed_cad.cli.data.lengths import read_lengths
 
     check_options(args)
-    check_places(args.input)
+    if args.input[1:] or args.input[0] not in NAMED:
+        list_files(args.input)
     modes, servers = wanted_modes(args)
     with Progress("reading the model") as progress:
         setting = read_setting(args, read_model_shape(args.model))

@@ -3,8 +3,6 @@
 In: the parsed arguments of `plan.py`. Out: a `Setting`, modes; CADConfigError that names the option.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,9 +13,8 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.bytes_held import activation_bytes, state_bytes
 from deepspeed_cad.forecast.compare import MODES
-from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.packing import DEALT
-from deepspeed_cad.forecast.setting import check_split
+from deepspeed_cad.forecast.setting import ModelShape, check_split
 from deepspeed_cad.forecast.step import needed_bytes
 from deepspeed_cad.planner.question import hosts_of_nodes, read_cost
 

@@ -3,8 +3,6 @@
 In: a plan, outlooks of steps, or a `Comparison` of modes; where to write. Out: PNG, SVG or PDF files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ distribution; what a .json file holds says which. Out: a plan as JSON and a pict
 that says which one to take, JSON and pictures.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

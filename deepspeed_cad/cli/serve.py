@@ -1,7 +1,5 @@
 """`deepspeed-cad serve --rendezvous HOST:PORT`: one attention server that joins a training of another launch."""
 
-from __future__ import annotations
-
 import argparse
 
 from deepspeed_cad.config import CADConfig

@@ -3,16 +3,14 @@
 In: a `Setting` (model, cluster, split, sharding), layouts of a step's micro-batches. Out: `Foreseen`: seconds and where
 they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch, no processes, no GPU.
 
-    model_shape, machine, setting       a model and its work outside attention; a GPU, links and collectives; how it is
-                                        trained on them
-    packing                             documents by name, how they become rows and steps
-    attention_seconds                   of documents and tasks, by the cost model of a profile
-    exchanges, state_layers             what plans move, when it has arrived; the same of layers that carry state
-    bytes_held                          memory
-    schedule                            who waits for whom
-    modes, modes_cad                    what each mode does with a step
-    step                                what is foreseen of one, and how far predictions were off
-    compare                             all modes beside each other, and which one to take
+    machine, setting            a GPU, links and collectives; a model, its work outside attention, how it is trained
+    packing                     documents by name, how they become rows and steps
+    attention, state_layers     seconds of documents and tasks, what plans move; the same of layers that carry state
+    bytes_held                  memory
+    schedule                    who waits for whom
+    modes, modes_cad            what each mode does with a step
+    step                        what is foreseen of one, and how far predictions were off
+    compare                     all modes beside each other, and which one to take
 """
 
 from deepspeed_cad.forecast.machine import Cluster, Machine

@@ -6,8 +6,6 @@ FFN 14336): the MLP's backward holds four tensors of its width and three gradien
 a half of the hidden size, norms in fp32 among them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from deepspeed_cad.forecast.setting import Setting
@@ -18,7 +16,7 @@ HIDDEN_TENSORS = 9.4
 """Bytes of the working set over 2 bytes × the hidden size, and of its width; see above."""
 STATE_BYTES = 11.0
 """Of the working set of a layer that carries state, beside what one that attends has: for each element that its kernel
-takes or gives of a token. From the run that STATE (model_shape.py) is from."""
+takes or gives of a token. From the run that STATE (setting.py) is from."""
 SAVED_MLP = 4.0
 SAVED_HIDDEN = 12.0
 """Tensors that autograd keeps of a layer without checkpointing: counted in transformers' Llama, not measured."""
@@ -61,8 +59,7 @@ def activation_bytes(
     """Of `tokens` of a micro-batch on a rank; in a pipeline, of the fuller of its first and its last stage.
 
     Args:
-        setting: model, cluster, how it is trained.
-        tokens: of a micro-batch.
+        setting, tokens: how it is trained; tokens of a micro-batch.
         in_flight: micro-batches between forward and backward at these stages; at the last all logits of one are there
             at once before the layers' backward begins.
         kept: with O and LSE that are kept over the recompute.

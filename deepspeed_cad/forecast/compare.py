@@ -4,10 +4,8 @@ In: a setting and steps (layouts of their micro-batches). Out: `Comparison`: wha
 out, and one sentence. Where a mode has a degree (ranks that share a row, servers) the first steps choose it.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +14,6 @@ from typing import Any
 from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import modes, modes_cad
-from deepspeed_cad.forecast.attention_seconds import document_lengths
 from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RATIO, SERVERS, Foreseen, Seconds, mean
@@ -29,7 +26,6 @@ MODES = {
     "ulysses kept": "Ulysses, attention kept",
     "gathered": "all-gather CP",
     "gathered kept": "all-gather CP, attention kept",
-    "packed": "packing by length, ideal",
     "cad": "CAD in place",
     "cad reserved": "CAD, reserved servers",
 }
@@ -59,8 +55,8 @@ class Comparison:
 
     @property
     def best_rival(self) -> Foreseen | None:
-        """The fastest without CAD that fits. The ideal packing is none: nobody has it."""
-        return _fastest([one for one in self.found if not one.mode.startswith(("cad", "packed")) and one.fits])
+        """The fastest without CAD that fits."""
+        return _fastest(one for one in self.found if not one.mode.startswith("cad") and one.fits)
 
     def balance(self, found: Foreseen) -> float | None:
         """Times faster than plain training whose recompute repeats attention where that of the mode does: what is
@@ -147,11 +143,10 @@ def compare(
 
 
 def choose(comparison: Comparison) -> Foreseen | None:
-    """The mode to take: of those that exist and fit the simplest that is about as fast as the fastest; None where there
+    """The mode to take: of those that fit the simplest that is about as fast as the fastest; None where there
     is none. Reserved servers only where CAD in place does not fit: in runs they were slower."""
-    fitting = [one for one in comparison.found if one.mode != "packed" and one.fits]
     cad, best = comparison.of("cad"), None
-    for one in fitting:
+    for one in (found for found in comparison.found if found.fits):
         if one.mode == "cad reserved" and cad is not None and cad.fits:
             continue
         # From the simplest to the least simple: whoever comes later must be clearly faster.
@@ -162,14 +157,11 @@ def choose(comparison: Comparison) -> Foreseen | None:
 
 def recommend(comparison: Comparison) -> str:
     """What to take, why, and how sure that is."""
-    real = [one for one in comparison.found if one.mode != "packed"]
     best = choose(comparison)
-    if not real:
-        return "Packing by length is a bound, and no way to reach it is known: ask for other modes beside it."
     if best is None:
-        least = min(real, key=lambda one: one.needed)
-        return f"Nothing fits: {name_of(least)} needs least, {say_need(least)}."
-    others = [one for one in real if one.fits and one.mode != best.mode and not one.mode.startswith("cad")]
+        modest = min(comparison.found, key=lambda one: one.needed)
+        return f"Nothing fits: {name_of(modest)} needs least, {say_need(modest)}."
+    others = [one for one in comparison.found if one.fits and one.mode != best.mode and not one.mode.startswith("cad")]
     others.sort(key=lambda one: -one.tokens_per_second)
     others = others[:1] + [one for one in others[1:] if one.mode == "plain"]
     ratios = [(best.tokens_per_second / one.tokens_per_second, name_of(one)) for one in others]
@@ -181,7 +173,14 @@ def recommend(comparison: Comparison) -> str:
             f"±: how far ratios were off in runs in place that nothing was fitted to, {RATIO:.1%} at most"
             + ("." if sure else "; none of these had this mode and size, where it may be more.")
         )
-    return "\n".join([*lines, *_servers(comparison)])
+    found, cad = comparison.of("cad reserved"), comparison.of("cad")
+    if found and cad and found.fits and cad.fits and found.tokens_per_second > NEAR * cad.tokens_per_second:
+        ratio, (least, most) = found.tokens_per_second / cad.tokens_per_second, SERVERS
+        lines.append(
+            f"Reserve no servers: {found.degree} are foreseen at {ratio:.2f} times the speed in place, and those that "
+            f"ran were at {least:.2f} to {most:.2f}."
+        )
+    return "\n".join(lines)
 
 
 def say_need(found: Foreseen) -> str:
@@ -225,18 +224,6 @@ def _where(found: Foreseen) -> str:
     return ", ".join(f"{part} {getattr(found.seconds, part) / found.seconds.total:.1%}" for part in parts)
 
 
-def _servers(comparison: Comparison) -> list[str]:
-    """Why reserved servers are not what to take where they are foreseen to be faster."""
-    found, cad = comparison.of("cad reserved"), comparison.of("cad")
-    if not (found and cad and found.fits and cad.fits and found.tokens_per_second > NEAR * cad.tokens_per_second):
-        return []
-    ratio, (least, most) = found.tokens_per_second / cad.tokens_per_second, SERVERS
-    return [
-        f"Reserve no servers: {found.degree} are foreseen at {ratio:.2f} times the speed in place, and those that ran "
-        f"were at {least:.2f} to {most:.2f}."
-    ]
-
-
 def _choices(
     setting: Setting,
     steps: Sequence[modes.Step],
@@ -274,10 +261,9 @@ def _choices(
         return [(partial(modes_cad.reserved, setting, servers=one), fewer(one) if fewer else steps) for one in counts]
     if setting.sequence > 1:
         return "Ulysses divides the rows already"
-    if state and kind != "packed":
+    if state:
         return "state would have to travel in its other layers, which nothing does for models of transformers"
-    longest = max(int(document_lengths(layout).max(initial=1)) for layout in step)
-    degrees = modes.degrees(setting, kind, longest, int(step[0].tokens.max()))
+    degrees = modes.degrees(setting, kind)
     if not degrees and kind == "ulysses":
         return f"{setting.shape.query_heads} query heads and {setting.seats} seats have no common divisor"
     if not degrees:
@@ -287,23 +273,28 @@ def _choices(
 
 def _count_servers(setting: Setting, layout: Layout, servers: int | None, state_spans: bool) -> list[int] | str:
     """Numbers of seats that may be reserved; or why none."""
-    seats = setting.seats
-    if state_spans:
-        return "documents go on on the next GPU, and state of layers that carry it does not travel beside servers"
-    if setting.sharing > 1:
-        return "servers know nothing of tensor parallelism or Ulysses, beside which CAD runs in place only"
-    if setting.forwards:
-        return "passes without backward beside reserved servers are not foreseen"
-    if setting.pipeline > 1:
-        return "reserved servers together with pipeline stages are not foreseen"
-    if seats < 2:
-        return "one seat cannot be split into trainers and servers"
+    seats, sharding = setting.seats, setting.sharding
+    carried = "documents go on on the next GPU, and state of layers that carry it does not travel beside servers"
+    # Where weights are sharded nothing alternates (docs/interleave.md).
+    sharded = f"servers wait while linear layers run under {sharding}, which no run measured: give --sharding zero1"
+    for refused, why in (
+        (state_spans, carried),
+        (setting.sharing > 1, "servers know nothing of tensor parallelism or Ulysses, where CAD runs in place only"),
+        (setting.forwards, "passes without backward beside reserved servers are not foreseen"),
+        (setting.pipeline > 1, "reserved servers together with pipeline stages are not foreseen"),
+        (seats < 2, "one seat cannot be split into trainers and servers"),
+        (
+            servers is not None and not 0 < servers < seats,
+            f"{servers} servers of {seats} seats leave no server or no trainer",
+        ),
+        (sharding in ("zero3", "fsdp"), sharded),
+    ):
+        if refused:
+            return why
     if servers is None:
         even = modes_cad.even_servers(setting, layout)
         # Where rows are not equally full the fullest trainer sets the pace, and fewer servers are enough.
         return sorted({max(1, even * share // 4) for share in (1, 2, 3, 4)})
-    if not 0 < servers < seats:
-        return f"{servers} servers of {seats} seats leave no server or no trainer"
     return [servers]
 
 
@@ -327,7 +318,7 @@ def _best(choices: list[tuple[Run, Sequence[modes.Step]]], tried: int, tell: Cal
     with ThreadPoolExecutor(THREADS) as threads:
         first = [list(threads.map(run, steps[: tried if len(choices) > 1 else 1])) for run, steps in choices]
         means = list(map(mean, first))
-        best = means.index(_fastest([one for one in means if one.fits]) or min(means, key=lambda one: one.peak))
+        best = means.index(_fastest(one for one in means if one.fits) or min(means, key=lambda one: one.peak))
         (run, steps), done = choices[best], first[best]
         for number in range(len(done)):
             tell(number + 1, len(steps))
@@ -337,5 +328,5 @@ def _best(choices: list[tuple[Run, Sequence[modes.Step]]], tried: int, tell: Cal
     return mean(done)
 
 
-def _fastest(found: list[Foreseen]) -> Foreseen | None:
+def _fastest(found: Iterable[Foreseen]) -> Foreseen | None:
     return max(found, key=lambda one: one.tokens_per_second, default=None)

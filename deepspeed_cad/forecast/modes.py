@@ -1,4 +1,4 @@
-"""The modes that CAD is compared with: plain, Ulysses, all-gather context parallelism, packing by length.
+"""The modes that CAD is compared with: plain, Ulysses, all-gather context parallelism.
 
 In: a setting and the layouts of a step's micro-batches, one row per seat. Out: `Foreseen`.
 
@@ -6,9 +6,6 @@ In: a setting and the layouts of a step's micro-batches, one row per seat. Out: 
     ulysses      groups of `degree` seats train their rows one after the other, each split over the group; attention by
                  heads, after an all-to-all
     gathered     the same, every document cut into 2 × degree pieces; K and V are all-gathered
-    packed       "WLB-ideal": documents of a step are repacked so that all groups of `degree` seats have equal
-                 attention, by an oracle and at no cost, but no document is split between groups; inside a group as
-                 `gathered`
     none         no attention at all
 
 `kept`: the recompute of activation checkpointing finds attention's output and does not attend; what `ulysses`
@@ -16,14 +13,12 @@ and `gathered` send again then is hidden. As modes dp:kept and ulysses:kept of t
 rows of a group are one micro-batch, not one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from deepspeed_cad.forecast.attention_seconds import Floats, document_lengths, of_documents, of_pieces, summed
+from deepspeed_cad.forecast.attention import Floats, document_lengths, of_documents, of_pieces, summed
 from deepspeed_cad.forecast.bytes_held import activation_bytes, state_bytes
 from deepspeed_cad.forecast.schedule import (
     compose,
@@ -46,13 +41,13 @@ Step = Sequence[Layout]
 def plain(setting: Setting, step: Step, kept: bool = False) -> Foreseen:
     """See the module. Documents that span ranks are cut at the border: then it is another computation."""
     tokens, attention = _rows(setting, step, 1, False, lambda layout: of_documents(layout, setting.cost, cut=True))
-    return _foresee(setting, "plain", tokens, attention, kept)
+    return foresee_rows(setting, "plain", tokens, attention, kept)
 
 
 def without_attention(setting: Setting, step: Step) -> Foreseen:
     """All but attention: mode bound_qkv of the training benchmark."""
     tokens = np.array([layout.tokens for layout in step], np.float64)
-    return _foresee(setting, "none", tokens, np.zeros((2, *tokens.shape)), False)
+    return foresee_rows(setting, "none", tokens, np.zeros((2, *tokens.shape)), False)
 
 
 def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kept: bool = False) -> Foreseen:
@@ -60,7 +55,7 @@ def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kep
     tokens, attention = _rows(setting, step, degree, joined, lambda layout: of_documents(layout, setting.cost))
     size = tokens * ulysses_bytes(setting.shape, degree)
     once = setting.cluster.all_to_all(size, degree, setting.tensor) * setting.attending
-    return _foresee(setting, "ulysses", tokens, attention, kept, degree, np.stack([once, once]), size)
+    return foresee_rows(setting, "ulysses", tokens, attention, kept, degree, np.stack([once, once]), size)
 
 
 def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kept: bool = False) -> Foreseen:
@@ -72,43 +67,19 @@ def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kep
         return summed(of_pieces(document_lengths(layout), setting.cost, degree), first, layout.ranks)
 
     tokens, attention = _rows(setting, step, degree, joined, attend)
-    return _foresee(setting, "gathered", tokens, attention, kept, degree, *_gather_keys(setting, tokens, degree))
+    return foresee_rows(setting, "gathered", tokens, attention, kept, degree, *gather_keys(setting, tokens, degree))
 
 
-def packed(setting: Setting, step: Step, degree: int, kept: bool = False) -> Foreseen:
-    """See the module: the least that any such packing reaches. Tokens count as equal, which is generous."""
-    lengths = np.concatenate([document_lengths(layout) for layout in step])
-    each = of_pieces(lengths, setting.cost, degree)
-    count, share = len(step), each.sum(0) / degree
-    # Attention of a group's micro-batch: the mean, or all of the longest document.
-    fair, longest = float(share.sum()) / (setting.seats // degree * count), int(share.argmax())
-    worst = max(fair, float(share[longest]))
-    of_worst = each[:, longest] if worst > fair else each.sum(1)
-    attention = np.multiply.outer(of_worst / of_worst.sum() * worst, np.ones((count, 1)))
-    tokens = np.full((count, 1), sum(float(layout.tokens.sum()) for layout in step) / (setting.seats * count))
-    keys = _gather_keys(setting, tokens, degree)
-    found = _foresee(setting, "packed", tokens, attention, kept, degree, *keys)
-    # The mean rank has that share of the slowest one's attention; for the rest it waits.
-    spare = found.seconds.attention * (1.0 - fair / worst)
-    attended, waited = found.seconds.attention - spare, found.seconds.waiting + spare
-    return replace(found, mode="packed", seconds=found.seconds._replace(attention=attended, waiting=waited))
-
-
-def degrees(setting: Setting, mode: str, longest: int = 0, tokens: int = 0) -> list[int]:
-    """Numbers of seats that may share rows: their heads and the seats can be divided so.
-
-    With the ideal packing such a group holds the longest document in rows of so many tokens.
-    """
+def degrees(setting: Setting, mode: str) -> list[int]:
+    """Numbers of seats that may share rows in "ulysses" or "gathered": their heads and the seats can be divided so."""
     heads, groups = setting.shape.query_heads, setting.shape.groups
-    powers = [1 << power for power in range(setting.seats.bit_length()) if setting.seats % (1 << power) == 0]
+    powers = [1 << power for power in range(1, setting.seats.bit_length()) if setting.seats % (1 << power) == 0]
     if mode == "ulysses":
-        return [one for one in powers[1:] if heads % one == 0 and (groups % one == 0 or one % groups == 0)]
-    if mode == "gathered":
-        return [one for one in powers[1:] if one <= MOST_GATHERED]
-    return [one for one in powers if one * tokens >= longest] or [setting.seats]
+        return [one for one in powers if heads % one == 0 and (groups % one == 0 or one % groups == 0)]
+    return [one for one in powers if one <= MOST_GATHERED]
 
 
-def _foresee(
+def foresee_rows(
     setting: Setting,
     mode: str,
     tokens: Floats,
@@ -122,8 +93,7 @@ def _foresee(
     """The step that groups of seats make of micro-batches, one after the other.
 
     Args:
-        setting: model, cluster, how it is trained.
-        mode: its name.
+        setting, mode: how it is trained; its name.
         tokens: [micro-batches, groups] of a micro-batch at one seat.
         attention: [2, micro-batches, groups] seconds of one head group in one layer, run once.
         kept: whether its recompute does not attend.
@@ -180,7 +150,7 @@ def _rows(
     return found[0], found[1:]
 
 
-def _gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats | None, Floats | None, float]:
+def gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats | None, Floats | None, float]:
     """Seconds and bytes of gathering K and V of a row, and of scattering their gradients; and what is held of them:
     gathered, picked out for two runs, and the gradients of both."""
     if degree == 1:

@@ -6,31 +6,28 @@ In place, all ranks meet in every layer, forward and backward. An exchange is hi
 runs meanwhile (`"overlap": "local_first"`). With pipelines the stages run in lockstep rounds (pipeline/rounds.py),
 a forward and a backward tick each, and one plan spreads the attention of all stages over all ranks: idle stages serve.
 With reserved servers two parts alternate (interleaved.py), so that other layers hide exchanges too, and finish times
-are equalised: what a trainer computes besides is its base load. Where weights are sharded (ZeRO-3, FSDP) parts do not
-alternate, and servers wait while other layers run.
+are equalised: what a trainer computes besides is its base load.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.forecast.attention_seconds import Floats, of_documents, of_tasks
-from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
-from deepspeed_cad.forecast.exchanges import (
+from deepspeed_cad.forecast.attention import (
+    Floats,
     Part,
     alternating_seconds,
     end_of_passes,
     flows_of,
-    link_seconds,
     moved_bytes,
+    of_documents,
+    of_tasks,
     read_others,
     trip_seconds,
 )
+from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
 from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
@@ -42,10 +39,8 @@ from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES_IN_TURN
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
 from deepspeed_cad.planner.finish import alternate, begin_in_place
-from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, Plan, PlanInput
+from deepspeed_cad.planner.plan import Flows, Plan, PlanInput
 
-EXCHANGES = 2
-"""Of a layer's forward or backward: there and back."""
 UNEVEN = 0.013
 """Of what is not attention: lost because GPUs of one kind do not run alike and meet in every layer, where plain
 training waits for the slowest once a step. Beside servers twice, for each of two parts. The mean over runs:
@@ -104,18 +99,14 @@ def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
         return
     nothing = Layout(step[0].ranks, Segments(*np.zeros((5, 0), np.int64)), 0 * step[0].tokens)
     for round_ in filter(rounds.has_forward, range(rounds.count)):
-        found = [rounds.forward(round_, stage) for stage in range(rounds.stages)]
-        yield _side_by_side([nothing if m is None else step[m] for m in found])
-
-
-def _side_by_side(layouts: list[Layout]) -> Layout:
-    columns, documents, ranks = [], 0, 0
-    for layout in layouts:
-        own = layout.segments
-        columns.append((own.document + documents, own.begin, own.end, own.rank + ranks, own.offset))
-        documents, ranks = documents + layout.documents, ranks + layout.ranks
-    tokens = np.concatenate([layout.tokens for layout in layouts])
-    return Layout(ranks, Segments(*(np.concatenate(column) for column in zip(*columns))), tokens)
+        turns = [rounds.forward(round_, stage) for stage in range(rounds.stages)]
+        columns, documents, ranks, tokens = [], 0, 0, []
+        for layout in (nothing if turn is None else step[turn] for turn in turns):
+            own = layout.segments
+            columns.append((own.document + documents, own.begin, own.end, own.rank + ranks, own.offset))
+            documents, ranks = documents + layout.documents, ranks + layout.ranks
+            tokens.append(layout.tokens)
+        yield Layout(ranks, Segments(*map(np.concatenate, zip(*columns))), np.concatenate(tokens))
 
 
 def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds, Flows]:
@@ -198,17 +189,15 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         own = Layout(layout.ranks, rows, np.where(np.arange(layout.ranks) < trainers, layout.tokens, 0))
         tokens = own.tokens.astype(np.float64)
         other = non_attention(setting, tokens)
-        found = _alternate(setting, own, trainers) if alternates(setting) else _in_turn(setting, own)
-        exchange = found.exchange + _latency(setting)
-        ran = found.ran + exchange + 2 * UNEVEN * float(other.each.sum(0).max())
-        linear, attention, tensor = (
-            float(one.mean()) for one in (other.layers.sum(0), found.attention, other.tensor.sum(0))
-        )
+        alone, exposed, attended, flows, waiting = _alternate(setting, own, trainers)
+        exchange = exposed + _latency(setting)
+        ran = alone + exchange + 2 * UNEVEN * float(other.each.sum(0).max())
+        linear, attention, tensor = (float(one.mean()) for one in (other.layers.sum(0), attended, other.tensor.sum(0)))
         met.append((ran, linear, attention, exchange, tensor))
-        moved += sum(moved_bytes(one) for one in found.flows)
+        moved += sum(map(moved_bytes, flows))
         trained += float(tokens.sum())
-        held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in found.flows)
-        peak = max(peak, held + activation_bytes(setting, float(tokens.max()), kept=True, waiting=found.waiting))
+        held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in flows)
+        peak = max(peak, held + activation_bytes(setting, float(tokens.max()), kept=True, waiting=waiting))
     ran, *parts = map(float, np.sum(met, 0))
     return compose(
         setting,
@@ -224,42 +213,12 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
     )
 
 
-class _Met(NamedTuple):
-    """What a micro-batch beside servers is made of."""
+def _alternate(setting: Setting, rows: Layout, trainers: int) -> tuple[float, float, Floats, list[Flows], float]:
+    """Two parts, cut and planned as training does it, or one where documents span trainers.
 
-    ran: float
-    """Seconds of trainers, but for `exchange`."""
-    exchange: float
-    attention: Floats
-    """[seats]"""
-    flows: list[Flows]
-    """Of each part."""
-    waiting: float = 0.0
-    """Tokens of the smaller part at the fullest trainer, which is being attended while the other runs its layers."""
-
-
-def alternates(setting: Setting) -> bool:
-    """Whether other layers of one part run while servers attend the other: see docs/interleave.md."""
-    return setting.sharding in ("zero1", "zero2")
-
-
-def _in_turn(setting: Setting, rows: Layout) -> _Met:
-    """Servers wait while trainers run what is not attention, and trainers while servers attend."""
-    plan = make_plan(question(setting, rows.tick()))
-    flows = flows_of(plan, rows.tick())
-    work = _task_seconds(setting, plan.tasks, setting.seats).sum(0)
-    sent, received, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
-    forward = np.maximum(received + home, sent + back)
-    backward = np.maximum(received + back + sent, sent + home + received)
-    transfer = (link_seconds(setting.machine, forward) + link_seconds(setting.machine, backward)) * setting.attending
-    other = non_attention(setting, rows.tokens.astype(np.float64))
-    attended = float(work.max())
-    exposed = max(0.0, float(transfer.max()) - attended)
-    return _Met(attended + float((other.layers + other.tensor).sum(0).max()), exposed, work, [flows])
-
-
-def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
-    """Two parts, cut and planned as training does it, or one where documents span trainers."""
+    Out: seconds of trainers without exchanges that nothing hides, and of these; [seats] of attention; what moves of
+    each part; tokens of the smaller part at the fullest trainer, which is being attended while the other runs layers.
+    """
     each, seats, layers, model = _one_layer(setting), setting.seats, setting.attending, setting.model
     per_token, only_serve = float(each.sum()), np.arange(seats) >= trainers
     kinds = [PlanLayers(setting.cost, None, setting.shape.groups)]
@@ -290,9 +249,7 @@ def _alternate(setting: Setting, rows: Layout, trainers: int) -> _Met:
     )
     fullest = int(rows.tokens.argmax())
     waiting = 0.0 if cut is None else float(min(tick.query_tokens[fullest] for tick in ticks))
-    return _Met(
-        hidden + float(rows.tokens.max()) * setting.work.loss, max(0.0, ran - hidden), attention, flows, waiting
-    )
+    return hidden + float(rows.tokens.max()) * setting.work.loss, max(0.0, ran - hidden), attention, flows, waiting
 
 
 def even_servers(setting: Setting, layout: Layout) -> int:
@@ -314,4 +271,4 @@ def _task_seconds(setting: Setting, tasks: Ints, ranks: int) -> Floats:
 
 
 def _latency(setting: Setting) -> float:
-    return 2 * EXCHANGES * setting.attending * setting.machine.latency
+    return 4 * setting.attending * setting.machine.latency  # there and back, forward and backward

@@ -6,8 +6,6 @@ micro-batches; and a sentence on what happens to documents that are longer than 
 than its documents has a batch of samples that are padded to the longest.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence

@@ -1,13 +1,11 @@
 """From seconds of micro-batches to a step: what is not attention, who waits for whom, and what collectives add."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_cad.forecast.attention_seconds import Floats
+from deepspeed_cad.forecast.attention import Floats
 from deepspeed_cad.forecast.bytes_held import state_bytes
 from deepspeed_cad.forecast.setting import Setting, seat_shape
 from deepspeed_cad.forecast.step import RUNS, Foreseen, Seconds
@@ -135,10 +133,8 @@ def compose(
     """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says.
 
     Args:
-        setting: model, cluster, how it is trained.
-        mode: its name.
-        ran: seconds.
-        mean: the same without weights, optimizer and waiting.
+        setting, mode: how it is trained; its name.
+        ran, mean: seconds; the same without weights, optimizer and waiting.
         passes: micro-batches one after the other.
         tokens: of all of them at all seats.
         moved: [2] bytes that a rank sends inside its host and to others.

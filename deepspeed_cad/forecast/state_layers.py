@@ -4,17 +4,13 @@ In: a setting of a hybrid and the layout of a micro-batch. Out: `Travel`, of all
 travels. How they run: docs/models.md. Nothing hides these exchanges.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_cad.forecast.attention_seconds import Floats
+from deepspeed_cad.forecast.attention import Floats, link_seconds
 from deepspeed_cad.forecast.bytes_held import HEADROOM
-from deepspeed_cad.forecast.exchanges import link_seconds
-from deepspeed_cad.forecast.model_shape import STATE
-from deepspeed_cad.forecast.setting import Setting
+from deepspeed_cad.forecast.setting import STATE, Setting
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE
 from deepspeed_cad.shares import choose_groups, divide

@@ -4,8 +4,6 @@ In: what a mode found; compared.json, which benchmarks/compared.py makes of the 
 numbers that tables, pictures and JSON are made from; what a star, a ± and "fits" stand on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

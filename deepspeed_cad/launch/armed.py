@@ -7,8 +7,6 @@ trained without CAD does not end with exit code 0. A process that only starts ot
 torch nor a host framework by itself.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import logging
@@ -49,26 +47,28 @@ class Armed:
 
     def after_import(self, module: ModuleType) -> None:
         """Arm what was just imported: torch, accelerate or deepspeed."""
-        act: dict[str, Callable[[Any], None]] = {
-            "torch": self._arm_torch,
-            "accelerate": self._arm_accelerate,
-            "deepspeed": self._arm_deepspeed,
-        }
-        act[module.__name__](module)
+        if module.__name__ == "torch":
+            from deepspeed_cad.integrations.active import ProcessCheck
+
+            self.check = ProcessCheck(self.request.asked_by, self.request.config)
+        elif module.__name__ == "accelerate":
+            from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
+
+            plugin = CADPlugin.of(self.request.config, self.request.asked_by)
+            plugin.watched = True
+            give_every_accelerator(plugin)
+        else:
+            self._arm_deepspeed(module)
 
     def settle(self) -> int:
         """The exit code of a script that ended well: 0, or EXIT_CODE and one line where it trained without CAD."""
-        problem = self._take_problem()
+        problem = "" if self.check is None or self._settled else self.check.problem()
+        self._settled = True
         if not problem:
             return 0
         sys.stderr.write(f"deepspeed_cad: rank {os.environ.get('RANK', '0')}: {problem}\n")
         sys.stderr.flush()
         return EXIT_CODE
-
-    def _take_problem(self) -> str:
-        problem = "" if self.check is None or self._settled else self.check.problem()
-        self._settled = True
-        return problem
 
     def _at_exit(self) -> None:
         code = self.settle()
@@ -80,18 +80,6 @@ class Armed:
         status = status or self.settle()
         farewell(f"exit code {status}" if status else "")
         self._exit(status)
-
-    def _arm_torch(self, module: ModuleType) -> None:
-        from deepspeed_cad.integrations.active import ProcessCheck
-
-        self.check = ProcessCheck(self.request.asked_by, self.request.config)
-
-    def _arm_accelerate(self, module: ModuleType) -> None:
-        from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
-
-        plugin = CADPlugin.of(self.request.config, self.request.asked_by)
-        plugin.watched = True
-        give_every_accelerator(plugin)
 
     def _arm_deepspeed(self, module: Any) -> None:
         """A call of `deepspeed.initialize` without a "cad" block gets ours; one with another block is refused."""

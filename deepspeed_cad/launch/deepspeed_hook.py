@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from _deepspeed_cad_waiter import AUTOLOAD, WAITED_FOR, only_warn, wait_for
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of, find_cad_block, read_config
 
@@ -44,11 +45,9 @@ def install() -> None:
     The explicit way to what the installed .pth file does by itself; for `DEEPSPEED_CAD_AUTOLOAD=0`, `pip install
     --target` and `python -S`. Idempotent.
     """
-    missing = [name for name in WAITED_FOR if name not in sys.modules]
-    for name in WAITED_FOR:
-        if name in sys.modules:
-            after_import(sys.modules[name])
-    if missing:
+    for module in (sys.modules[name] for name in WAITED_FOR if name in sys.modules):
+        after_import(module)
+    if missing := [name for name in WAITED_FOR if name not in sys.modules]:
         wait_for(missing, only_warn(after_import), AUTOLOAD)
 
 
@@ -75,11 +74,7 @@ def _wrap_initialize(original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         block = find_cad_block(original, args, kwargs)
-        if block is ABSENT:
-            return original(*args, **kwargs)
-        from deepspeed_cad.config import CADConfig
-
-        if not CADConfig.from_dict(block).enabled:
+        if block is ABSENT or not CADConfig.from_dict(block).enabled:
             return original(*args, **kwargs)
         engine = import_module("deepspeed_cad.integrations.deepspeed.initialize")
         return engine.initialize(original, block, args, kwargs)
@@ -91,9 +86,9 @@ def _wrap_report(original: Callable) -> Callable:
     @functools.wraps(original)
     def main(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        from deepspeed_cad.cli.doctor import summary_line
+        from deepspeed_cad.cli.doctor import examine, summarise
 
-        sys.stdout.write(f"{summary_line()}\n")
+        sys.stdout.write(f"{summarise(examine())}\n")
         return result
 
     return main
@@ -130,8 +125,6 @@ def _wrap_json(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         block = block_of(self.config)
         if block is not ABSENT:
-            from deepspeed_cad.config import CADConfig
-
             CADConfig.from_dict(block)
             # They refuse an "auto" that they do not know. To leave the key out means the same.
             self.config["cad"] = {key: value for key, value in block.items() if value != "auto"}
@@ -144,9 +137,5 @@ def _asks_for_cad(plugins: Any) -> bool:
     if plugins is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         plugins = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     each = plugins.values() if isinstance(plugins, Mapping) else [plugins]
-    blocks = [read_config(getattr(one, "deepspeed_config", one)).get("cad", ABSENT) for one in each]
-    return any(block is not ABSENT and not _is_off(block) for block in blocks)
-
-
-def _is_off(block: Any) -> bool:
-    return isinstance(block, Mapping) and block.get("enabled") is False
+    blocks = [read_config(getattr(one, "deepspeed_config", one)).get("cad", {"enabled": False}) for one in each]
+    return any(not isinstance(block, Mapping) or block.get("enabled") is not False for block in blocks)

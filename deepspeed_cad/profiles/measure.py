@@ -3,8 +3,6 @@
 In: a kernel, a device, a head shape. Out: `Measured` calls, and the `Fit` of the cost model to them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -40,10 +38,6 @@ class Call:
         pairs = int(count_pairs(self.begin, self.end).sum())
         each = (pairs, int((self.end - self.begin).sum()), int(self.end.sum()), len(self.end))
         return [float(self.groups * count) for count in each]
-
-    @property
-    def is_documents(self) -> bool:
-        return not self.begin.any()
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +101,7 @@ CPU_QUICK = replace(
 
 
 def sizes_for(device: torch.device, quick: bool) -> Sizes:
-    if device.type == "cuda":
-        return GPU_QUICK if quick else GPU
-    return CPU_QUICK if quick else CPU
+    return ((GPU, GPU_QUICK) if device.type == "cuda" else (CPU, CPU_QUICK))[quick]
 
 
 def calls(sizes: Sizes, groups: int, most_keys: int) -> Iterator[Call]:
@@ -120,7 +112,8 @@ def calls(sizes: Sizes, groups: int, most_keys: int) -> Iterator[Call]:
         tokens = min(sizes.tokens, limit)
         for length in sizes.documents:
             if length <= tokens:
-                yield _documents(f"documents of {length}", [length] * (tokens // length), share)
+                ends = np.full(tokens // length, length)
+                yield Call(f"documents of {length}", 0 * ends, ends, share)
         for rows in sizes.shards:
             for prefix in sizes.prefixes:
                 begin = random.integers(0, prefix - rows + 1, max(1, sizes.tokens // rows)) // rows * rows
@@ -128,21 +121,16 @@ def calls(sizes: Sizes, groups: int, most_keys: int) -> Iterator[Call]:
                 begin = begin[:kept]
                 yield Call(f"shards of {rows}, prefixes to {prefix}", begin, begin + rows, share)
         for number in range(sizes.mixes):
-            yield replace(
-                _documents(f"mixed lengths {number + 1}", _mix(tokens, sizes.documents[0], random), share), fitted=False
-            )
+            ends = _mix(tokens, sizes.documents[0], random)
+            yield Call(f"mixed lengths {number + 1}", 0 * ends, ends, share, fitted=False)
 
 
-def _documents(label: str, lengths: list[int], groups: int) -> Call:
-    return Call(label, np.zeros(len(lengths), np.int64), np.array(lengths, np.int64), groups)
-
-
-def _mix(tokens: int, typical: int, random: np.random.Generator) -> list[int]:
+def _mix(tokens: int, typical: int, random: np.random.Generator) -> Ints:
     """Lengths as in long-document data: many short ones, few that fill most of the row."""
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(min(left, max(16, int(typical * random.lognormal(0.5, 1.5)))))
-    return lengths
+    return np.array(lengths, np.int64)
 
 
 def most_keys(device: torch.device, shape: HeadShape) -> int:
@@ -178,7 +166,7 @@ def least(*rounds: list[Measured]) -> list[Measured]:
 def fit_measured(measured: list[Measured]) -> Fit:
     """The cost model that lies nearest to what was measured. Raises CADError where there is nothing to fit."""
     counts, seconds = np.array([one.call.counts for one in measured]), np.array([one.seconds for one in measured])
-    weights = np.array([one.call.fitted * (DOCUMENT_WEIGHT if one.call.is_documents else 1.0) for one in measured])
+    weights = np.array([one.call.fitted * (1.0 if one.call.begin.any() else DOCUMENT_WEIGHT) for one in measured])
     best = fit_cost(counts, seconds, weights)
     predicted = counts @ best
     pair, row, key, task = best.tolist()

@@ -90,7 +90,8 @@ class Profile:
         entry = min(self.entries, key=lambda one: _distance(one.shape, shape))
         work = moved = 1.0
         if self.unit == "seconds":
-            work = _work(shape) / _work(entry.shape)
+            sizes = (one.heads_per_group * (one.head_dim + one.value_dim) for one in (shape, entry.shape))
+            work = next(sizes) / next(sizes)
             moved = work * shape.bytes_per_element / entry.shape.bytes_per_element
         inside, between = (TRAVELS / speed if speed else 0.0 for speed in (self.inside, self.between))
         costs = entry.pair * work, entry.row * moved, entry.key * moved, entry.task * work
@@ -130,10 +131,6 @@ class Profile:
             return _parse(content)
         except ValueError as error:
             raise CADConfigError(f"{where} {error}; {REMEDY}") from error
-
-
-def _work(shape: HeadShape) -> float:
-    return float(shape.heads_per_group * (shape.head_dim + shape.value_dim))
 
 
 def _distance(measured: HeadShape, wanted: HeadShape) -> tuple[float, ...]:

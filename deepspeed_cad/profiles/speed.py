@@ -5,8 +5,6 @@ that plans can weigh attention against transfers. Only attention is meant: how l
 measured while it trains (feedback/non_attention.py), in seconds of that trainer, so nothing counts twice.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,23 +31,21 @@ FEW_TOKENS = {"cuda": 8192, "cpu": 512}
 """Of the document that is timed for ratios: far below a second in all."""
 FAILED = 0
 """In place of nanoseconds, where the kernel does not run."""
-Gather = Callable[[int], Sequence[int]]
-"""One whole number of every rank, in rank order; all ranks leave it together."""
 
 
 def find_speeds(
     wanted: str | None,
     device: torch.device,
     kernel: str,
-    gather: Gather,
+    gather: Callable[[int], Sequence[int]],
     deterministic: bool,
     cost: Profile | None = None,
 ) -> Floats | None:
     """[ranks] speeds: at 0.5 a task takes twice what the costs say. None: ranks are equal, or taken for it. Collective.
 
-
-    `wanted` and `kernel` are the keys "speeds" and "kernel"; `deterministic`: whether plans of this rank must depend on
-    no measured time; `cost`: of the trainers' plans, None on a server, which makes none.
+    `wanted` and `kernel` are the keys "speeds" and "kernel"; `gather` gives one whole number of every rank, in their
+    order; `deterministic`: whether plans of this rank must depend on no measured time; `cost`: of the trainers' plans,
+    None on a server, which makes none.
     """
     if wanted is None:
         return None
@@ -94,13 +90,13 @@ def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:
         return ratios
     scale = seconds / float(CostModel("", "pairs", entry.pair, entry.row, entry.key, entry.task).of(0, tokens))
 
-    def scaled(one: ShapeCost) -> ShapeCost:
-        return ShapeCost(one.shape, *(scale * cost for cost in (one.pair, one.row, one.key, one.task)))
-
     return Profile(
         machine_name(device),
         f"{expected_kernel(kernel, device)}, timed at start",
-        tuple(map(scaled, ratios.entries)),
+        tuple(
+            ShapeCost(one.shape, *(scale * cost for cost in (one.pair, one.row, one.key, one.task)))
+            for one in ratios.entries
+        ),
         source=f"{ratios.machine}: ratios; {seconds * 1e3:.3g} ms for {tokens} tokens of one head group",
     )
 

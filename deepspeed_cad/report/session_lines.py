@@ -1,7 +1,5 @@
 """What a session says of itself, from `SessionFacts`: lines for the log, and the few that every user sees. Pure."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from dataclasses import dataclass
@@ -9,8 +7,6 @@ from dataclasses import dataclass
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.notice import counted
 from deepspeed_cad.report.statistics import Statistics
-
-REASON = 200
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def first_line(facts: SessionFacts) -> str:
 
 def last_line(facts: SessionFacts, reason: str) -> str:
     """What CAD did, and the `reason` for which training ended early; empty where it went well."""
-    begin = f"CAD stopped early ({textwrap.shorten(reason, REASON)})" if reason else "CAD is done"
+    begin = f"CAD stopped early ({textwrap.shorten(reason, 200)})" if reason else "CAD is done"
     return f"{begin}: {summary(facts)}"
 
 

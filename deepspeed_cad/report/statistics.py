@@ -103,16 +103,6 @@ class Statistics:
         return _ratio(self.slowest, self.mean)
 
     @property
-    def tokens_before(self) -> float:
-        """Max over mean of the ranks' tokens as loaded."""
-        return _ratio(self.most_tokens_before, self.mean_tokens_before)
-
-    @property
-    def tokens(self) -> float:
-        """The same as trained."""
-        return _ratio(self.most_tokens, self.mean_tokens)
-
-    @property
     def servers_idle(self) -> float:
         """Share of their time in which servers did not attend; 0 where nothing is known of any."""
         return max(0.0, 1.0 - self.served_s / self.servers_s) if self.servers_s > 0 else 0.0
@@ -131,8 +121,8 @@ class Statistics:
         return {
             "cad/attention_max_over_mean_before": self.imbalance_before,
             "cad/attention_max_over_mean": self.imbalance,
-            "cad/tokens_max_over_mean_before": self.tokens_before,
-            "cad/tokens_max_over_mean": self.tokens,
+            "cad/tokens_max_over_mean_before": _ratio(self.most_tokens_before, self.mean_tokens_before),
+            "cad/tokens_max_over_mean": _ratio(self.most_tokens, self.mean_tokens),
             "cad/sent_MiB": self.bytes_sent / 2**20,
             "cad/landing_MiB": self.landing_bytes / 2**20,
             "cad/planning_ms": self.planning_ms,

@@ -18,7 +18,7 @@ from deepspeed_cad.ahead.plan import Gathered
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.forecast.exchanges import Part, alternating_seconds
+from deepspeed_cad.forecast.attention import Part, alternating_seconds
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.planner.constants import WAVES_IN_TURN
@@ -60,7 +60,7 @@ def one_more_layer(part: Part, backward: bool) -> float:
 
 @pytest.fixture
 def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_cad.forecast.exchanges.WAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_cad.forecast.attention.WAVE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("waves_cost_nothing")

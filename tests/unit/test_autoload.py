@@ -270,7 +270,8 @@ def test_install_is_idempotent_and_works_before_and_after(python, order: str, au
 
 def test_ds_report_ends_with_our_line(python) -> None:
     code = ARM + (
-        "import types, sys; doctor = types.ModuleType('d'); doctor.summary_line = lambda: 'our line'\n"
+        "import types, sys; doctor = types.ModuleType('d')\n"
+        "doctor.examine, doctor.summarise = dict, lambda report: 'our line'\n"
         "sys.modules['deepspeed_cad.cli.doctor'] = doctor\n"
         "import deepspeed.env_report as report; print(report.main(hide_operator_status=True))"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_cad import cli
-from deepspeed_cad.cli import doctor, exchange_trial, profile
+from deepspeed_cad.cli import doctor, profile
 from deepspeed_cad.cli.doctor import Finding
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError
@@ -68,7 +68,7 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     assert "  --  deepspeed        not installed" in lines
     assert "works here: kernels torch_math; transports c10d; autoload active" in lines[-1]
     assert lines[-1].endswith("to get what is missing: deepspeed: pip install it")
-    assert doctor.summary_line() == lines[-1]
+    assert doctor.summarise(doctor.examine()) == lines[-1]
     assert cli.main(["doctor", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["core_works"] is True and read["kernels"][0]["name"] == "torch_math" and read["summary"] == lines[-1]
@@ -151,10 +151,11 @@ def test_a_profile_names_its_commit_where_there_is_git(monkeypatch) -> None:
 
 
 def test_the_trial_finds_what_a_transport_loses() -> None:
-    sent = torch.ones(4)
-    exchange_trial._compare("queries", sent.clone(), sent)
-    with pytest.raises(RuntimeError, match="queries of the exchange differ from what was sent"):
-        exchange_trial._compare("queries", 0 * sent, sent)
+    lost = SimpleNamespace(wait=lambda: [torch.zeros(16, 64), torch.zeros(40, 64)])
+    transport = SimpleNamespace(dispatch=lambda *args, **more: lost, give_back=lambda *args, **more: lost)
+    for rank, what in enumerate(("what came back", "queries")):
+        with pytest.raises(RuntimeError, match=f"{what} of the exchange differ from what was sent"):
+            doctor._there_and_back(transport, rank, torch.device("cpu"))
 
 
 @pytest.mark.slow

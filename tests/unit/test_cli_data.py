@@ -18,8 +18,8 @@ from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.cli.data.lengths import BATCH
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.forecast.model_shape import SHAPES, StateLayers
 from deepspeed_cad.forecast.packing import TRL_BATCH, Rows, layouts, trl_rows
+from deepspeed_cad.forecast.setting import SHAPES, StateLayers
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")

@@ -20,8 +20,8 @@ from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.forecast import Cluster, Machine, Setting
-from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.forecast.packing import deal_out
+from deepspeed_cad.forecast.setting import SHAPES
 from deepspeed_cad.layout import Layout
 
 GOOD: dict[str, Any] = {
@@ -165,18 +165,18 @@ def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest
     shown = capsys.readouterr()
     answer = json.loads(shown.out)
     assert [mode["mode"] for mode in answer["modes"]] == [
-        "plain", "plain kept", "ulysses", "ulysses kept", "gathered", "gathered kept", "packed", "cad", "cad reserved"
+        "plain", "plain kept", "ulysses", "ulysses kept", "gathered", "gathered kept", "cad"
     ]  # fmt: skip
     for mode in answer["modes"]:
         assert f"{mode['tokens_per_second_per_gpu']:,.0f}" in shown.err
     assert answer["recommendation"] in shown.err and "docs/is-it-for-me.md" in shown.err
-    real = [mode for mode in answer["modes"] if mode["mode"] != "packed" and not mode["mode"].startswith("cad")]
+    real = [mode for mode in answer["modes"] if not mode["mode"].startswith("cad")]
     rival = max((mode for mode in real if mode["fits"]), key=lambda mode: mode["tokens_per_second_per_gpu"])
     cad = next(mode for mode in answer["modes"] if mode["mode"] == "cad")
     gains = [a / b for a, b in zip(rival["steps"], cad["steps"], strict=True)]
     assert answer["gain"] == pytest.approx(np.mean(gains)) and cad["between"] > 0
     assert "no run of this mode on 16 NVIDIA H200" in shown.err
-    # One recommendation. The default, ZeRO-3, leaves servers nothing to do beside linear layers.
+    # One recommendation.
     assert answer["reserve"] == 0 and "Reserve" not in shown.err and shown.err.count("\nTake ") == 1
 
 
@@ -322,9 +322,10 @@ def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["long-mix", "--ranks", "8", "--steps", "1", "--modes", "cad,cad reserved", "--reserve"]
-    assert "CAD, 3 reserved *  " in plan(capsys, *words, "3")[1]
+    assert "CAD, 3 reserved *  " in plan(capsys, *words, "3", "--sharding", "zero1")[1]
     assert "reserved *" not in plan(capsys, *words, "none")[1]
     assert "8 servers of 8 seats leave no" in plan(capsys, *words, "8")[1]
+    assert "left out, servers wait while linear layers run under zero3" in plan(capsys, *words, "3")[1]
 
 
 def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import deepspeed_cad
 from deepspeed_cad.cli import SUBCOMMANDS, main
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.forecast.bytes_held import WHOLE_LOGITS
-from deepspeed_cad.forecast.model_shape import ModelShape
+from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.report.statistics import Statistics
 
 ROOT = Path(__file__).resolve().parents[2]

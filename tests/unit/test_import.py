@@ -57,7 +57,7 @@ def test_a_library_that_cannot_be_used_is_refused_with_the_reason(tmp_path, cont
     path = tmp_path / "_native.so"
     if content is not None:
         path.write_bytes(content)
-    library, why = native._open(path)
+    library, why = native._load_once(path)
     assert library is None and reason in why and "install deepspeed_cad again" in why
 
 
@@ -78,7 +78,7 @@ def test_the_abi_version_decides(tmp_path, source, reason) -> None:
     (tmp_path / "library.cpp").write_text(source)
     path = tmp_path / "_native.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", path, tmp_path / "library.cpp"], check=True)
-    library, why = native._open(path)
+    library, why = native._load_once(path)
     assert (library is not None) == (reason == "") and reason in why
 
 

@@ -14,7 +14,7 @@ from gpu_clock import Clock
 
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
-from deepspeed_cad.forecast.exchanges import Part, alternating_seconds
+from deepspeed_cad.forecast.attention import Part, alternating_seconds
 from deepspeed_cad.server.serving import ServedPass
 
 LAYERS = 12
@@ -177,7 +177,7 @@ def simulated(one: Seconds, backward: bool) -> float:
 
 @pytest.fixture(autouse=True)
 def waves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_cad.forecast.exchanges.WAVE_SECONDS", 0.0)
+    monkeypatch.setattr("deepspeed_cad.forecast.attention.WAVE_SECONDS", 0.0)
 
 
 EVEN = Seconds(linear=0.6, own=0.4, served=1.0, out=0.0, back=0.0)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from long_memory import MEASURED, PAGE, GiB, Measured, Setting, foreseen, totals  # noqa: E402
 
-from deepspeed_cad.forecast.model_shape import ModelShape  # noqa: E402
+from deepspeed_cad.forecast.setting import ModelShape  # noqa: E402
 
 
 @pytest.mark.parametrize("number", range(len(PAGE)))

@@ -9,8 +9,8 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.model_shape import ModelShape
 from deepspeed_cad.forecast.packing import pack
+from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.planner import HeadShape, PlanInput
 from deepspeed_cad.planner.question import KEYS, read_question, with_links
 

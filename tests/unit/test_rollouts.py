@@ -11,10 +11,10 @@ import pytest
 from deepspeed_cad.cli import main
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.compare import compare
-from deepspeed_cad.forecast.model_shape import SHAPES
 from deepspeed_cad.forecast.modes import plain, ulysses
 from deepspeed_cad.forecast.modes_cad import in_place
 from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, deal_by_length
+from deepspeed_cad.forecast.setting import SHAPES
 from deepspeed_cad.planner.question import read_cost
 from deepspeed_cad.profiles.profile import SHIPPED
 

@@ -15,7 +15,15 @@ from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.forecast.attention_seconds import of_documents, of_pieces, of_tasks, seconds
+from deepspeed_cad.forecast.attention import (
+    end_of_passes,
+    flows_of,
+    of_documents,
+    of_pieces,
+    of_tasks,
+    read_others,
+    seconds,
+)
 from deepspeed_cad.forecast.bytes_held import (
     WHOLE_LOGITS,
     activation_bytes,
@@ -25,11 +33,10 @@ from deepspeed_cad.forecast.bytes_held import (
     served_bytes,
     state_bytes,
 )
-from deepspeed_cad.forecast.exchanges import end_of_passes, flows_of, read_others
 from deepspeed_cad.forecast.machine import SHIPPED
-from deepspeed_cad.forecast.model_shape import ModelShape, StateLayers
 from deepspeed_cad.forecast.packing import NAMED
 from deepspeed_cad.forecast.schedule import non_attention, one_forward_one_backward, weight_seconds
+from deepspeed_cad.forecast.setting import ModelShape, StateLayers
 from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
@@ -208,20 +215,6 @@ def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: f
     assert weight_seconds(own, 3, *slow, 16) == pytest.approx(3 * first)
     late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
     assert weight_seconds(own, 3, *fast, 16) == pytest.approx(3 * (late + first))
-
-
-def test_the_ideal_packing_waits_for_the_longest_document_alone() -> None:
-    own = setting()
-    whole = modes.packed(own, [UNEVEN], 1)
-    longest = own.in_pass(seconds(COST, [0], [16384])).sum() * own.shape.groups * MODEL.layers
-    assert whole.seconds.attention + whole.seconds.waiting == pytest.approx(longest)
-    shared = modes.packed(own, [UNEVEN], 4)
-    assert shared.seconds.waiting == pytest.approx(0.0, abs=1e-9)
-    kept = modes.packed(own, [UNEVEN], 4, kept=True)
-    assert kept.seconds.attention < shared.seconds.attention and kept.peak > shared.peak
-    once = modes.packed(replace(own, checkpointing=False), [UNEVEN], 4)
-    assert kept.seconds.exchange == pytest.approx(once.seconds.exchange), "keys are gathered again beside the recompute"
-    assert modes.degrees(own, "packed", 40000, 16384) == [4] and modes.degrees(own, "packed", 10**9, 16384) == [4]
 
 
 # CAD

@@ -5,8 +5,6 @@ is installed it reads the file, because models name their sizes differently (GPT
 its classes know all names; and models that CAD refuses are refused here too.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from typing import Any
 from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.config import read_json
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
-from deepspeed_cad.forecast.model_shape import SHAPES, ModelShape, StateLayers
+from deepspeed_cad.forecast.setting import SHAPES, ModelShape, StateLayers
 
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the width of the MLP; where a model has none of them or no value, it is four times the hidden size."""
@@ -67,8 +65,7 @@ def read_model_shape(where: str | None) -> ModelShape:
 
 
 def _state_layers(config: Any) -> StateLayers | None:
-    """What the layers that carry state are like in the model that transformers builds; None where there are none, or
-    where nothing builds it."""
+    """Those of the model that transformers builds; None where there are none, or where nothing builds it."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -124,7 +121,6 @@ def _not_counted(config: Any, state: StateLayers | None) -> str:
 
 
 def _cached(name: str) -> Path:
-    """The config.json of a checkpoint by its name, as transformers finds it: from its cache, or from the hub."""
     remedy = f"give a folder or config.json, or one of {', '.join(SHAPES)}"
     try:
         from transformers.utils import cached_file
@@ -145,7 +141,7 @@ def _cached(name: str) -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What these libraries log is left out: the error that ends the command is one line."""
+    # The error that ends the command is one line.
     disabled = logging.root.manager.disable
     logging.disable()
     try:
@@ -155,10 +151,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _refuse(fields: dict[str, Any]) -> None:
-    """Raise what CAD raises for the model at the start of training, which is asked of a model without memory.
-
-    Dropout of attention is left out: it is refused there, and is a value that one sets to 0.
-    """
+    """Raise what CAD raises at the start of training, but for dropout, which is a value that one sets to 0."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

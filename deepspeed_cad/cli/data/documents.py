@@ -4,8 +4,6 @@ In: files, patterns and folders. Out: for each document its text, its chat messa
 streamed: none is downloaded or converted.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,16 +29,8 @@ BUILDERS = {
 }
 """Which builder of `datasets` reads which files, and its options: blank lines separate the documents of a .txt file."""
 
-ONE_TEXT = ("text", {"sample_by": "document"})
-"""How every other file is read: as one document."""
-
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-
 REMEDY = 'pip install "deepspeed_cad[plan]"'
 """How to get what reads data sets and texts; lengths and named distributions need nothing."""
-
-Source = tuple[str, Callable[[], Any]]
-"""Where it is, and what gives its rows."""
 
 
 def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> Iterator[Any]:
@@ -78,20 +68,21 @@ def list_files(places: Iterable[str]) -> list[Path]:
 
 
 def builder_of(path: Path) -> tuple[str, dict[str, str]]:
-    """The builder of `datasets` that reads a file, and its options, by the name of the file."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
-    return BUILDERS.get(suffixes[-1], ONE_TEXT) if suffixes else ONE_TEXT
+    """The builder of `datasets` that reads a file, and its options, by its name; every other file is one document."""
+    suffixes = ["", *map(str.lower, path.suffixes)]
+    kind = next(suffix for suffix in reversed(suffixes) if suffix not in (".gz", ".bz2", ".xz", ".zst"))
+    return BUILDERS.get(kind, ("text", {"sample_by": "document"}))
 
 
-def _open_file(datasets: Any, file: str | Path) -> Source:
+def _open_file(datasets: Any, file: str | Path) -> tuple[str, Callable[[], Any]]:
+    """Where it is, and what gives its rows."""
     builder, options = builder_of(Path(file))
-    name = glob.escape(str(file))  # datasets would take a name with brackets for a pattern
-    return str(file), partial(
-        datasets.load_dataset, builder, data_files=[name], split="train", streaming=True, **options
-    )
+    load = partial(datasets.load_dataset, builder, split="train", streaming=True, **options)
+    # datasets would take a name with brackets for a pattern
+    return str(file), partial(load, data_files=[glob.escape(str(file))])
 
 
-def _open_folder(datasets: Any, path: Path) -> list[Source]:
+def _open_folder(datasets: Any, path: Path) -> list[tuple[str, Callable[[], Any]]]:
     """Of what `save_to_disk` wrote, of data files as the hub has them, or of texts: what is trained on."""
     inside = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
     if not inside:
@@ -124,12 +115,12 @@ def _documents_of(where: str, load: Callable[[], Any], field: str | None) -> Ite
 
 
 class _UnreadableError(CADDataError):
-    """What a reader of `datasets` said."""
+    pass
 
 
 @contextmanager
 def _readable(where: str) -> Iterator[None]:
-    """Errors of the readers become one line."""
+    """What a reader of `datasets` says becomes one line."""
     try:
         yield
     except CADDataError:
@@ -140,9 +131,8 @@ def _readable(where: str) -> Iterator[None]:
 
 
 def _choose(field: str | None, columns: list[str], where: str) -> str:
-    for name in FIELDS if field is None else (field,):
-        if name in columns:
-            return name
+    if chosen := next((name for name in ([field] if field else FIELDS) if name in columns), None):
+        return chosen
     missing = "none of " + ", ".join(FIELDS) if field is None else f"no field {field!r}"
     raise CADDataError(f"{where} has {missing}; its fields: {', '.join(columns)}. Choose one with --field")
 

@@ -3,15 +3,13 @@
 In: what was given as input; a tokenizer where the data is text. Out: a list of lengths in the order of the data.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cad.cli.data.documents import REMEDY, documents, list_files
+from deepspeed_cad.cli.data.documents import REMEDY, documents
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.forecast.packing import NAMED
 
@@ -23,12 +21,6 @@ MOST_DRAWN = 20_000_000
 """Documents of a named distribution: about a gigabyte of numbers."""
 BEGIN = 4096
 """Characters that are looked at to tell a file of lengths from text."""
-
-
-def check_places(places: Sequence[str]) -> None:
-    """Raise CADDataError where there is neither a file nor a distribution of a name."""
-    if len(places) > 1 or places[0] not in NAMED:
-        list_files(places)
 
 
 def read_lengths(
@@ -89,7 +81,6 @@ def _parse(path: Path) -> list[int]:
 
 
 def _length(value: Any, where: str) -> int:
-    """Tokens of a document, or of a prompt and of its answer."""
     parts = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
     whole = len(parts) < 3 and all(str(part).isdecimal() for part in parts)
     length = sum(map(int, parts)) if whole else 0

@@ -1,23 +1,68 @@
-"""What a plan's exchanges take in one layer: seconds of links, and when ranks are done with what they wait for.
+"""Seconds of core attention, and of the exchanges of a plan in one layer.
 
-In: what the planner counted that moves (`Flows`), seconds of attention of each rank, [2, ranks] for forward and
-backward. Out: bytes and seconds. The model of a pass, and what it is in words: planner/finish.py. Beside reserved
+In: documents and tasks with the cost model of a profile; what the planner counted that moves (`Flows`). Out: seconds of
+each rank, with forward and backward on the first axis of two, as all arrays of seconds in this room; bytes; when ranks
+are done with what they wait for. The model of a pass, and what it is in words: planner/finish.py. Beside reserved
 servers two parts of a micro-batch alternate (docs/interleave.md): `Part`.
-"""
 
-from __future__ import annotations
+The cost model has forward and backward together. They are told apart by what was measured: keys cost in backward only,
+where every task writes dK and dV of its whole prefix, and of the rest forward is a fixed share.
+"""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from deepspeed_cad.forecast.attention_seconds import Floats
+from deepspeed_cad.cost import CostModel, count_pairs
 from deepspeed_cad.forecast.machine import Machine
-from deepspeed_cad.layout import Ints, Segments, Tick
-from deepspeed_cad.planner.constants import WAVE_SECONDS
+from deepspeed_cad.layout import Ints, Layout, Segments, Tick
+from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
 from deepspeed_cad.planner.finish import end_of_pass, find_trips
-from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Bools, Flows, Plan
+from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan
 from deepspeed_cad.schedule import build_slices
+
+
+def seconds(cost: CostModel, begin: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
+    """[2, …]: of query rows [begin, end) of documents, one head group, elementwise."""
+    rows = np.asarray(end, np.int64) - np.asarray(begin, np.int64)
+    forward = FORWARD_SHARE * np.where(rows > 0, cost.pair * count_pairs(begin, end) + cost.row * rows, 0.0)
+    return np.stack([forward, cost.of(begin, end) - forward])
+
+
+def summed(each: Floats, by: Ints, count: int) -> Floats:
+    """[2, count]: sums of the elements that have the same number."""
+    return np.stack([np.bincount(by, way, minlength=count) for way in each])
+
+
+def of_documents(layout: Layout, cost: CostModel, cut: bool = False) -> Floats:
+    """[2, ranks]: each rank's own rows, one head group. `cut`: what lies on the rank before is not attended to."""
+    own = layout.segments
+    begin = np.zeros_like(own.begin) if cut else own.begin
+    return summed(seconds(cost, begin, own.end - own.begin + begin), own.rank, layout.ranks)
+
+
+def of_pieces(lengths: Ints, cost: CostModel, parts: int) -> Floats:
+    """[2, documents]: all of a document, cut into 2 × `parts` equal pieces that each read all keys before their end."""
+    rows = lengths.astype(np.float64)
+    pieces = np.minimum(rows, 1.0 if parts == 1 else 2.0 * parts)
+    once = cost.pair * rows * (rows + 1.0) / 2.0 + cost.row * rows
+    # The pieces end at 1, 2, 3 … times their length.
+    keys = rows * (pieces + 1.0) / 2.0
+    forward = FORWARD_SHARE * once
+    return np.stack([forward, once - forward + cost.key * keys + cost.task * pieces])
+
+
+def of_tasks(tasks: Ints, cost: CostModel, ranks: int) -> Floats:
+    """[2, ranks]: the tasks of a plan by the rank that runs them."""
+    each = seconds(cost, tasks[:, 1], tasks[:, 2]) * (tasks[:, 4] - tasks[:, 3])
+    return summed(each, tasks[:, 5], ranks)
+
+
+def document_lengths(layout: Layout) -> Ints:
+    """Rows of every document, over all ranks that it lies on."""
+    own = layout.segments
+    return np.bincount(own.document, own.end - own.begin, minlength=layout.documents).astype(np.int64)
 
 
 def moved_bytes(flows: Flows, backward: bool = True) -> Floats:
@@ -49,7 +94,7 @@ def flows_of(plan: Plan, tick: Tick) -> Flows:
     return replace(plan.flows, served=build_slices(tick, plan.tasks).served_rows.T)
 
 
-def read_others(tasks: Ints, rows: Segments) -> Bools:
+def read_others(tasks: Ints, rows: Segments) -> npt.NDArray[np.bool_]:
     """[tasks]: whether each reads anything that its server does not hold."""
     own = rows.select(np.lexsort((rows.begin, rows.document)))
     first = np.searchsorted(own.document, tasks[:, 0])
