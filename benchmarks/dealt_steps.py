@@ -42,7 +42,7 @@ from train_kept import KeptOutputs  # noqa: E402
 from train_model import ChunkedLoss, ShardedAdamW, add_sizes, make_model, share_parameters  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.cli.data.lengths import read_lengths  # noqa: E402
+from deepspeed_cad.cli.data.documents import read_lengths  # noqa: E402
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.session import close_session  # noqa: E402

@@ -148,6 +148,12 @@ def block_of(name: str, block: dict[str, Any]) -> dict[str, Any]:
     return {**block, **(json.loads(changes) if changes else {})}
 
 
+def without_attention(setting: Setting, step: modes.Step) -> Foreseen:
+    """All but attention: mode bound_qkv of the training benchmark."""
+    tokens = np.array([layout.tokens for layout in step], np.float64)
+    return modes.foresee_rows(setting, "none", tokens, np.zeros((2, *tokens.shape)), False)
+
+
 def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
     """What foresees a mode of the training benchmark, as a function of setting and step; or why nothing does.
 
@@ -158,7 +164,7 @@ def how_to_run(name: str, block: dict[str, Any], ranks: int) -> Any:
     if kind in ("dp", "plain"):
         return partial(modes.plain, kept=kept)
     if kind == "bound_qkv":
-        return modes.without_attention
+        return without_attention
     if kind.removesuffix("_joined") in ("ulysses", "allgather_cp"):
         run = partial(modes.ulysses, kept=kept) if kind.startswith("ulysses") else modes.gathered
         return partial(run, degree=ranks, joined=kind.endswith("_joined"))
@@ -313,7 +319,7 @@ def _read_pipeline(result: dict[str, Any]) -> list[Mode]:
     by_step = result.get("step_seconds") or {
         name: [result["seconds"][name]] * len(losses) for name, losses in result["losses"].items()
     }
-    ways = {"1f1b": modes.plain, "cad": modes_cad.in_place, "none": modes.without_attention}
+    ways = {"1f1b": modes.plain, "cad": modes_cad.in_place, "none": without_attention}
     modes_found = []
     for name, seconds in by_step.items():
         steps = [

@@ -37,7 +37,7 @@ from train_workload import Row, Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
 from deepspeed_cad.ahead.step import announce  # noqa: E402
-from deepspeed_cad.cli.data.lengths import read_lengths  # noqa: E402
+from deepspeed_cad.cli.data.documents import read_lengths  # noqa: E402
 from deepspeed_cad.forecast.packing import DEALT, Rows, deal_by_length  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402

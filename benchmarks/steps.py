@@ -42,7 +42,7 @@ from process_group import open_process_group  # noqa: E402
 from train_model import make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.cli.data.lengths import read_lengths  # noqa: E402
+from deepspeed_cad.cli.data.documents import read_lengths  # noqa: E402
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Setting, seat_shape  # noqa: E402
 from deepspeed_cad.forecast.modes import plain  # noqa: E402
 from deepspeed_cad.forecast.modes_cad import in_place  # noqa: E402

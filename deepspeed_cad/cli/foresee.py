@@ -27,16 +27,12 @@ from deepspeed_cad.layout import Layout
 
 SWEEP_STEPS = 4
 """Steps at every point of a curve."""
-DEFAULT = "llama-8b"
-"""The model where none is named."""
-PAGE = "docs/is-it-for-me.md"
 
 
 def foresee_steps(args: argparse.Namespace) -> int:
     """Read the data, foresee every mode, say what was found; returns the exit code."""
     from deepspeed_cad.cli.data.checkpoint import read_model_shape
-    from deepspeed_cad.cli.data.documents import list_files
-    from deepspeed_cad.cli.data.lengths import read_lengths
+    from deepspeed_cad.cli.data.documents import list_files, read_lengths
 
     check_options(args)
     if args.input[1:] or args.input[0] not in NAMED:
@@ -57,12 +53,9 @@ def foresee_steps(args: argparse.Namespace) -> int:
                 f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
             )
 
-        def tell(mode: str, done: int, all_of_them: int) -> None:
-            progress.tell(f"{MODES[mode]}: step {done} of {all_of_them}")
-
         progress.tell("planning")
         fewer = partial(make_steps, lengths, setting, rows, len(steps))
-        comparison = compare(setting, steps, modes, servers, tell, fewer)
+        comparison = compare(setting, steps, modes, servers, progress.tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
         gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
@@ -72,7 +65,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
             *assumptions(args, setting, full),
             f"{len(lengths)} documents, {sum(lengths)} tokens, median {int(np.median(lengths))}, longest "
             f"{max(lengths)}: {say_cut(lengths, args.context, args.packing)}",
-            *_about_evenness(evenness),
+            *([say_evenness(evenness)] if evenness else []),
             *([state["says"]] if state else []),
             *([f"{len(skipped)} files skipped, the first: {skipped[0]}"] if skipped else []),
             "",
@@ -123,14 +116,12 @@ def _evenness(
     ]
 
 
-def _about_evenness(evenness: list[dict[str, Any]]) -> list[str]:
-    if not evenness:
-        return []
+def say_evenness(evenness: list[dict[str, Any]]) -> str:
     before, after, took = ([one[key] for one in evenness] for key in ("imbalance_before", "imbalance", "planning_ms"))
-    return [
+    return (
         f"{len(evenness)} steps: attention max/mean {np.mean(before):.3f} without CAD, at worst {max(before):.3f}; "
         f"with it {np.mean(after):.3f}, at worst {max(after):.3f}; planned in {np.mean(took):.0f} ms"
-    ]
+    )
 
 
 def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Foreseen | None) -> dict[str, Any] | None:
@@ -177,7 +168,7 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
     elif args.packing == "none":
         rows = f"{args.batch} documents of at most {args.context} tokens, {args.micro_batches} to a step"
     lines = [
-        f"assumed: {args.model or DEFAULT}, {setting.sharding}{split}, {'' if setting.checkpointing else 'no '}"
+        f"assumed: {args.model or 'llama-8b'}, {setting.sharding}{split}, {'' if setting.checkpointing else 'no '}"
         f"checkpointing, optimizer on the {'host' if setting.offload_optimizer else 'GPU'}, {loss}",
         f"{cluster.ranks} {machine.name} of {machine.memory / 2**30:.0f} GiB, hosts of "
         f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
@@ -241,7 +232,7 @@ def table(comparison: Comparison, setting: Setting) -> list[str]:
         )
     lines += [f"{MODES[mode]}: left out, {reason}" for mode, reason in comparison.left_out.items()]
     lines += [f"{label(one)} does not fit: it needs {say_need(one)}" for one in comparison.found if not one.fits]
-    return [*lines, "", recommend(comparison), f"Three questions and a chart for each: {PAGE}"]
+    return [*lines, "", recommend(comparison), "Three questions and a chart for each: docs/is-it-for-me.md"]
 
 
 def draw(

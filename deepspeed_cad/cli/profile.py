@@ -9,24 +9,25 @@ import argparse
 import dataclasses
 import os
 import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from deepspeed_cad.cli.progress import Progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.exchange.links import measure_links
+from deepspeed_cad.exchange.probe import choose_transport, host_number
+from deepspeed_cad.kernels.interface import KernelNeed
+from deepspeed_cad.kernels.registry import choose
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles import Fit, Profile, ShapeCost, user_path
+from deepspeed_cad.profiles.measure import Measured, fit_measured, least, measure_calls, sizes_for
+from deepspeed_cad.profiles.profile import machine_name
 from deepspeed_cad.version import __version__
-
-if TYPE_CHECKING:
-    import torch
-
-    from deepspeed_cad.planner.plan import HeadShape
-    from deepspeed_cad.profiles import Fit, Profile
-    from deepspeed_cad.profiles.measure import Measured
 
 NOISY = 0.15
 """Mean relative error of the fit that only noise explains; kernels alone leave 3 to 6 %."""
@@ -50,12 +51,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print and write. Raises CADError, and writes nothing, where the heads or the kernel are impossible here
     or the measured times do not fit together."""
     sizes = _checked(args)
-    with Progress("loading torch", loud=int(os.environ.get("RANK", 0)) == 0) as progress:
-        import torch
-
-        from deepspeed_cad.planner.plan import HeadShape
-        from deepspeed_cad.profiles import Profile, user_path
-
+    with Progress("looking at this machine", loud=int(os.environ.get("RANK", 0)) == 0) as progress:
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -65,14 +61,17 @@ def main(args: argparse.Namespace) -> int:
             profile = _measure_all(args, shape, device, progress)
         else:
             profile = _measure_kernel(args, shape, device, progress)
-            _say("links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile")
+            print(
+                "links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile",
+                flush=True,
+            )
     if profile is None:  # a rank that only helped
         return 0
     path = args.output or user_path()
     if path.is_file():
         profile = profile.with_entries_of(Profile.load(path))
     profile.save(path)
-    _say(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}")
+    print(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}", flush=True)
     return 0
 
 
@@ -90,24 +89,16 @@ def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
 
 def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device, progress: Progress) -> Profile:
     """Time attention on this process's device, and print the table. Raises CADError where the times do not fit."""
-    import torch
-
-    from deepspeed_cad.kernels.interface import KernelNeed
-    from deepspeed_cad.kernels.registry import choose
-    from deepspeed_cad.profiles import Profile, ShapeCost
-    from deepspeed_cad.profiles.measure import fit_measured, least, measure_calls, sizes_for
-    from deepspeed_cad.profiles.profile import machine_name
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)
     kernel = choose(args.kernel, need)
     machine = machine_name(device)
-    _say(f"{machine}, {kernel.name}: {shape}")
+    print(f"{machine}, {kernel.name}: {shape}", flush=True)
     sizes = sizes_for(device, args.quick)
     measured = measure_calls(kernel, device, shape, sizes, progress.tell)
     for attempt in range(1, ATTEMPTS + 1):
         fit = fit_measured(measured)
-        _say(_table(measured, fit))
+        print(_table(measured, fit), flush=True)
         fitted = np.abs([error for one, error in zip(measured, fit.errors) if one.call.fitted])
         if fitted.mean() <= NOISY:
             break
@@ -116,7 +107,10 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
                 f"measured {ATTEMPTS} times, the times do not fit together: the mean error is {fitted.mean():.0%}, "
                 f"above {NOISY:.0%}. Nothing was written; measure again while nothing else runs on this machine"
             )
-        _say(f"the mean error is {fitted.mean():.0%}, above {NOISY:.0%}: something disturbs; measuring once more")
+        print(
+            f"the mean error is {fitted.mean():.0%}, above {NOISY:.0%}: something disturbs; measuring once more",
+            flush=True,
+        )
         measured = least(measured, measure_calls(kernel, device, shape, sizes, progress.tell))
     error = round(float(fitted.mean()), 4), round(float(fitted.max()), 4)
     return Profile(
@@ -136,11 +130,6 @@ def _measure_all(
 
     Raises CADError on rank 0 where attention cannot be measured; the others then end without a word.
     """
-    import torch.distributed as dist
-
-    from deepspeed_cad.exchange.links import measure_links
-    from deepspeed_cad.exchange.probe import choose_transport, host_number
-
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
@@ -159,8 +148,7 @@ def _measure_all(
         if failed[0]:
             return None
         world = dist.group.WORLD
-        if world is None:
-            raise CADConfigError("torch.distributed made no process group")
+        assert world is not None
         progress.tell("measuring links")
         transport = choose_transport(args.transport, world, device)
 
@@ -178,7 +166,7 @@ def _measure_all(
         return None
     for where, speed in (("of its node", links.inside), ("of other nodes", links.between)):
         if speed is not None:
-            _say(f"a rank receives {speed / 1e9:.1f} GB/s from ranks {where}, by {transport.name}")
+            print(f"a rank receives {speed / 1e9:.1f} GB/s from ranks {where}, by {transport.name}", flush=True)
     return dataclasses.replace(profile, inside=links.inside, between=links.between)
 
 
@@ -204,15 +192,8 @@ def _table(measured: list[Measured], fit: Fit) -> str:
 
 
 def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        asked = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     except OSError:
         return "unknown"
-    return asked.stdout.strip() or "unknown"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -95,7 +95,7 @@ def compare(
     steps: Sequence[modes.Step],
     wanted: Sequence[str] = tuple(MODES),
     servers: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda mode, done, steps: None,
+    tell: Callable[[str], None] = lambda words: None,
     fewer: Callable[[int], Sequence[modes.Step]] | None = None,
 ) -> Comparison:
     """Foresee all steps in all modes that are wanted.
@@ -107,7 +107,7 @@ def compare(
         steps: layouts of their micro-batches.
         wanted: modes.
         servers: how many are reserved; None: what is best.
-        progress: hears of a mode how many of how many of its steps are done.
+        tell: hears how far it is.
         fewer: gives the steps that trainers make of the same documents beside so many servers, which have none; None:
             rows that servers would have trained are left out.
     """
@@ -119,7 +119,7 @@ def compare(
     pairs = sum(float(count_pairs(one.segments.begin, one.segments.end).sum()) for one in layouts)
     pairs /= sum(float(one.tokens.sum()) for one in layouts)
     # Of the model's forward and backward, and of forwards alone; pairs above the diagonal left out.
-    per_token = (3.0 + setting.forwards) * (setting.model.row_flops + setting.model.pair_flops * pairs)
+    per_token = (3.0 + setting.forwards) * setting.model.flops(pairs)
     if "cad" in wanted and setting.seats == setting.cluster.ranks:
         # Apart from all else: two plans at a time run beside each other, and not beside what is slow in Python.
         first = [deal_out(setting, step)[0] for step in steps]
@@ -134,7 +134,7 @@ def compare(
             # CAD's variants are faster in no step and are there for what fits: one step tells.
             tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
             runs = [(partial(_all_passes, run), of) for run, of in choices]
-            best = _best(runs, tried, partial(progress, mode))
+            best = _best(mode, runs, tried, tell)
             found.append(replace(best, mfu=best.tokens_per_second * per_token / setting.machine.published["flops"]))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())
@@ -313,18 +313,19 @@ def _all_passes(run: Run, step: modes.Step) -> Foreseen:
     )
 
 
-def _best(choices: list[tuple[Run, Sequence[modes.Step]]], tried: int, tell: Callable[[int, int], None]) -> Foreseen:
+def _best(
+    mode: str, choices: list[tuple[Run, Sequence[modes.Step]]], tried: int, tell: Callable[[str], None]
+) -> Foreseen:
     """The fastest that fits, else the one that needs least memory; the first steps, so many, choose it."""
+    tell(MODES[mode])
     with ThreadPoolExecutor(THREADS) as threads:
         first = [list(threads.map(run, steps[: tried if len(choices) > 1 else 1])) for run, steps in choices]
         means = list(map(mean, first))
         best = means.index(_fastest(one for one in means if one.fits) or min(means, key=lambda one: one.peak))
         (run, steps), done = choices[best], first[best]
-        for number in range(len(done)):
-            tell(number + 1, len(steps))
         for one in threads.map(run, steps[len(done) :]):
             done.append(one)
-            tell(len(done), len(steps))
+            tell(f"{MODES[mode]}: step {len(done)} of {len(steps)}")
     return mean(done)
 
 

@@ -6,7 +6,6 @@ In: a setting and the layouts of a step's micro-batches, one row per seat. Out: 
     ulysses      groups of `degree` seats train their rows one after the other, each split over the group; attention by
                  heads, after an all-to-all
     gathered     the same, every document cut into 2 × degree pieces; K and V are all-gathered
-    none         no attention at all
 
 `kept`: the recompute of activation checkpointing finds attention's output and does not attend; what `ulysses`
 and `gathered` send again then is hidden. As modes dp:kept and ulysses:kept of the training benchmark. `joined`: the
@@ -42,12 +41,6 @@ def plain(setting: Setting, step: Step, kept: bool = False) -> Foreseen:
     """See the module. Documents that span ranks are cut at the border: then it is another computation."""
     tokens, attention = _rows(setting, step, 1, False, lambda layout: of_documents(layout, setting.cost, cut=True))
     return foresee_rows(setting, "plain", tokens, attention, kept)
-
-
-def without_attention(setting: Setting, step: Step) -> Foreseen:
-    """All but attention: mode bound_qkv of the training benchmark."""
-    tokens = np.array([layout.tokens for layout in step], np.float64)
-    return foresee_rows(setting, "none", tokens, np.zeros((2, *tokens.shape)), False)
 
 
 def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kept: bool = False) -> Foreseen:

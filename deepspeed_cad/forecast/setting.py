@@ -71,15 +71,10 @@ class ModelShape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
 
-    @property
-    def row_flops(self) -> float:
-        """Forward work of one token outside core attention."""
-        return 2.0 * (self.layers * self.layer_parameters + self.hidden * self.vocabulary)
-
-    @property
-    def pair_flops(self) -> float:
-        """Forward work of one query-key pair in all layers and heads."""
-        return 4.0 * self.attending * self.heads * self.head_dim
+    def flops(self, pairs: float) -> float:
+        """Forward work of one token, which has so many query-key pairs in each head of a layer."""
+        linear = 2.0 * (self.layers * self.layer_parameters + self.hidden * self.vocabulary)
+        return linear + 4.0 * self.attending * self.heads * self.head_dim * pairs
 
 
 SHAPES = {
@@ -287,24 +282,26 @@ def seat_shape(model: ModelShape, sharing: int) -> HeadShape:
 
 def check_split(model: ModelShape, ranks: int, tensor: int, pipeline: int, sequence: int = 1) -> None:
     """Raise CADConfigError where ranks or heads or layers cannot be divided, or not in two ways."""
-    for name, value in (
-        ("ranks", ranks), ("tensor parallelism", tensor), ("pipeline stages", pipeline), ("Ulysses", sequence)
-    ):  # fmt: skip
-        if value < 1:
-            raise CADConfigError(f"{name} is {value}; expected at least 1")
-    if sequence > 1 and tensor * pipeline > 1:
-        other = "tensor parallelism" if tensor > 1 else "pipeline stages"
-        raise CADConfigError(f"Ulysses together with {other}, which CAD refuses: set one of them to 1")
-    if sequence > 1 and (ranks % sequence or model.heads % sequence):
-        raise CADConfigError(f"{ranks} ranks and {model.heads} heads cannot be divided by {sequence} ranks of Ulysses")
-    if ranks % (tensor * pipeline):
-        raise CADConfigError(
-            f"{ranks} ranks cannot be divided into {tensor} tensor-parallel × {pipeline} pipeline parts: "
-            f"give a multiple of {tensor * pipeline}"
-        )
-    if model.heads % tensor or (model.kv_heads % tensor and tensor % model.kv_heads):
-        raise CADConfigError(
-            f"{model.heads} query and {model.kv_heads} KV heads cannot be divided by {tensor} tensor-parallel ranks"
-        )
-    if model.layers % pipeline:
-        raise CADConfigError(f"{model.layers} layers cannot be divided into {pipeline} pipeline stages")
+    sizes = {"ranks": ranks, "tensor parallelism": tensor, "pipeline stages": pipeline, "Ulysses": sequence}
+    parts = tensor * pipeline
+    name, low = min(sizes.items(), key=lambda one: one[1])
+    if low < 1:
+        raise CADConfigError(f"{name} is {low}; expected at least 1")
+    other, kv_heads = "tensor parallelism" if tensor > 1 else "pipeline stages", model.kv_heads
+    heads = f"{model.heads} query and {kv_heads} KV heads cannot be divided by {tensor} tensor-parallel ranks"
+    for wrong, words in (
+        (sequence > 1 and parts > 1, f"Ulysses together with {other}, which CAD refuses: set one of them to 1"),
+        (
+            ranks % sequence or model.heads % sequence,
+            f"{ranks} ranks and {model.heads} heads cannot be divided by {sequence} ranks of Ulysses",
+        ),
+        (
+            ranks % parts,
+            f"{ranks} ranks cannot be divided into {tensor} tensor-parallel × {pipeline} pipeline parts: give a "
+            f"multiple of {parts}",
+        ),
+        (model.heads % tensor or (kv_heads % tensor and tensor % kv_heads), heads),
+        (model.layers % pipeline, f"{model.layers} layers cannot be divided into {pipeline} pipeline stages"),
+    ):
+        if wrong:
+            raise CADConfigError(words)

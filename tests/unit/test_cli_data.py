@@ -15,8 +15,7 @@ import pytest
 
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
-from deepspeed_cad.cli.data.documents import REMEDY
-from deepspeed_cad.cli.data.lengths import BATCH
+from deepspeed_cad.cli.data.documents import BATCH, REMEDY
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.forecast.packing import TRL_BATCH, Rows, layouts, trl_rows
 from deepspeed_cad.forecast.setting import SHAPES, StateLayers

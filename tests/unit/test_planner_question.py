@@ -141,10 +141,10 @@ MODEL = ModelShape(layers=2, hidden=8, intermediate=16, vocabulary=32, heads=4, 
 
 def test_floating_point_work_of_a_token_and_of_a_pair() -> None:
     attention = 8 * 3 * (4 + 2 + 2 + 4)
-    assert MODEL.row_flops == 2 * (2 * (attention + 3 * 8 * 16) + 8 * 32)
-    assert MODEL.pair_flops == 4 * 2 * 4 * 3
+    assert MODEL.flops(0) == 2 * (2 * (attention + 3 * 8 * 16) + 8 * 32)
+    assert MODEL.flops(1) - MODEL.flops(0) == 4 * 2 * 4 * 3
     # The default is Llama 3 8B: 8 billion parameters, but the embedding, which is looked up.
-    assert 2 * 7.4e9 < ModelShape().row_flops < 2 * 7.6e9
+    assert 2 * 7.4e9 < ModelShape().flops(0) < 2 * 7.6e9
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ TINY = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes
 def test_the_subcommand_writes_and_adds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "sizes_for", lambda device, quick: TINY)
+    monkeypatch.setattr(profile_command, "sizes_for", lambda device, quick: TINY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(profile_command, "NOISY", float("inf"))  # so few and short calls fit as they may
     monkeypatch.setattr(progress, "QUIET", 0.001)
@@ -280,13 +280,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far the times of each round are off, one factor for every second call; rounds that are left are exact."""
     off: list[float] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure, "sizes_for", lambda device, quick: replace(measure.CPU_QUICK, rounds=1))
+    monkeypatch.setattr(profile_command, "sizes_for", lambda device, quick: replace(measure.CPU_QUICK, rounds=1))
 
     def measure_calls(kernel: Any, device: Any, shape: HeadShape, sizes: measure.Sizes, tell: Any) -> Any:
         factor, found = off.pop(0) if off else 1.0, measured_as(TRUE, sizes=sizes, groups=shape.groups)
         return [replace(one, forward=one.forward * factor) if at % 2 else one for at, one in enumerate(found)]
 
-    monkeypatch.setattr(measure, "measure_calls", measure_calls)
+    monkeypatch.setattr(profile_command, "measure_calls", measure_calls)
     return off
 
 
@@ -335,7 +335,7 @@ def profile_of_two(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setenv("MASTER_PORT", str(port))
-        patch.setattr(measure, "sizes_for", lambda device, quick: TINY)
+        patch.setattr(profile_command, "sizes_for", lambda device, quick: TINY)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(profile_command, "NOISY", noisy)
         with redirect_stdout(said), redirect_stderr(said):
