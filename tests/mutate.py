@@ -3,35 +3,33 @@
     python tests/mutate.py --rooms planner layout --mutants 200
     python tests/mutate.py --mutants 600 --seconds 3600          # all rooms; again: goes on where it stopped
 
-Once, the fast tests run on a copy of the checkout in which every statement marks itself: so it is known which tests run
-which statement. Then each mutant is written into a second copy, and the tests that run its statement are run on it, the
-fastest first, until one fails. The checkout itself is never changed.
-
-Writes report.json and report.md to `--output`. Equivalent mutants, listed in tests/README.md with the reason, do not
-count.
+Each mutant is written into a copy of the checkout, and the test files that name its module, or else its room, are run
+on the copy until a test fails. The checkout itself is never changed. Writes report.json and report.md to `--output`.
+Equivalent mutants, listed in tests/README.md with the reason, do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import pytest
+import torch
+import transformers  # noqa: F401, forked processes have it then
+from mutants import Mutant, find_mutants
 
-from mutation.coverage import ROOT, Coverage, collect, copy_checkout, preload, run_tests, source_files
-from mutation.mutants import Mutant, find_mutants
-
-NO_TESTS = (4, 5)
-"""Exit codes of pytest for a file or test that is not there: that kills nothing."""
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ("killed", "survived", "not covered", "equivalent")
 
 
@@ -45,7 +43,10 @@ def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     """Mutants in random order, from each room in proportion to what can be changed there."""
     by_room: dict[str, list[Mutant]] = defaultdict(list)
     unknown = set(rooms)
-    for path in source_files():
+    files = [
+        path.relative_to(ROOT) for room in ("deepspeed_cad", "integrations") for path in (ROOT / room).rglob("*.py")
+    ]
+    for path in sorted(str(file) for file in files if file.parts[:2] != ("deepspeed_cad", "integrations")):
         names = {room_of(path), path.removeprefix("deepspeed_cad/").removesuffix(".py")}
         if not rooms or names & set(rooms):
             by_room[room_of(path)] += find_mutants(path, (ROOT / path).read_text())
@@ -68,46 +69,68 @@ def equivalent() -> list[re.Pattern[str]]:
     return [re.compile(re.escape(entry).replace(r"\*", ".*")) for entry in entries]
 
 
-def tests_for(mutant: Mutant, coverage: Coverage, most_seconds: float) -> list[str]:
-    """Tests that run the mutant's statement: of each test first one case, then the others, short ones first."""
-    reached = set(coverage.tests_of.get(mutant.statement, []))
-    if mutant.statement == mutant.path:
-        # What runs at import is seen by whoever uses the file's functions, or speaks of the file.
-        stem = re.compile(rf"\b{Path(mutant.path).stem}\b")
-        speak = {
-            path
-            for path in {test.split("::")[0] for test in coverage.seconds}
-            if stem.search((ROOT / path).read_text())
-        }
-        reached |= {test for test in coverage.seconds if test.split("::")[0] in speak}
-    found = sorted(reached, key=lambda test: coverage.seconds[test])
-    first = {test.split("[")[0]: test for test in reversed(found)}
-    chosen, spent = [], 0.0
-    for test in sorted(found, key=lambda test: test not in first.values()):
-        if spent + coverage.seconds[test] <= most_seconds or not chosen:
-            chosen.append(test)
-            spent += coverage.seconds[test]
-    return chosen
+def tests_for(path: str) -> list[str]:
+    """Files of tests that name the module, or where there are none its room; those without processes first."""
+    words = Path(path).with_suffix("").parts
+    module = ".".join(words if words[0] == "deepspeed_cad" else ("deepspeed_cad", *words)).removesuffix(".__init__")
+    package, _, stem = module.rpartition(".")
+    files = sorted((ROOT / "tests").glob("*/test_*.py"), key=lambda file: (file.parent.name != "unit", file.name))
+    for named in (rf"{re.escape(module)}\b|{re.escape(package)} import (?:.*\b)?{stem}\b", rf"{re.escape(package)}\b"):
+        if found := [str(file.relative_to(ROOT)) for file in files if re.search(named, file.read_text())]:
+            return found
+    return []
 
 
-def try_mutant(mutant: Mutant, tests: list[str], coverage: Coverage, copy: Path) -> dict[str, Any]:
+def run_tests(copy: Path, tests: list[str], limit: float) -> int | None:
+    """pytest's exit code on a copy of the checkout, in a process that has torch already; None: not done in time."""
+    pid, started, status = os.fork(), time.monotonic(), None
+    if not pid:
+        _in_child(copy, tests)
+    while status is None and time.monotonic() - started < limit:
+        found, code = os.waitpid(pid, os.WNOHANG)
+        status = code if found else None
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if status is None:
+        os.waitpid(pid, 0)
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
+def _in_child(copy: Path, tests: list[str]) -> None:
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(copy)
+        log = os.open(copy / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        os.environ["PYTHONPATH"] = str(copy)
+        sys.path[:0] = [str(copy)]
+        if hasattr(sys.modules["__main__"], "__file__"):
+            del sys.modules["__main__"].__file__  # or every worker would import this script
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]))
+    finally:
+        os._exit(code)
+
+
+def try_mutant(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> dict[str, Any]:
     """Write a mutant into the copy, run tests until one fails, and put the file back."""
     if not tests:
         return {"result": "not covered", "seconds": 0.0, "by": ""}
-    limit = 60.0 + 5.0 * sum(coverage.seconds[test] for test in tests)
-    target = copy / mutant.path
+    target, started = copy / mutant.path, time.monotonic()
     target.write_text(mutant.apply((ROOT / mutant.path).read_text()))
     # Compiled files are found by size and second of change: no mutant may be taken for another, or for the original.
     os.utime(target, (0, int(mutant.rank(0)[:7], 16)))
     try:
-        code, seconds = run_tests(copy, ["-x", "--timeout", str(int(limit)), *tests], limit)
+        code = run_tests(copy, tests, limit)
     finally:
         shutil.copy2(ROOT / mutant.path, target)
-    if code in NO_TESTS:
-        raise SystemExit(f"pytest found no tests to run ({' '.join(tests[:3])} …): were they renamed? Start anew")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", (copy / "tests.log").read_text(errors="replace"), re.MULTILINE)
+    if code not in (0, 1, 2, None):
+        raise SystemExit(f"pytest ended with {code}: see {copy / 'tests.log'}")
+    result = "killed" if code != 0 else "survived"
     by = "time" if code is None else " ".join(failed[:1])
-    return {"result": "killed" if code != 0 else "survived", "seconds": round(seconds, 1), "by": by}
+    return {"result": result, "seconds": round(time.monotonic() - started, 1), "by": by}
 
 
 def write_report(output: Path, results: dict[str, dict[str, Any]], about: str) -> str:
@@ -118,8 +141,7 @@ def write_report(output: Path, results: dict[str, dict[str, Any]], about: str) -
     for room in [*sorted({room for room, _ in count} - {"all"}), "all"]:
         numbers = [count[room, result] for result in RESULTS]
         total = sum(numbers[:3])
-        rate = f"{numbers[0] / total:.0%}" if total else "–"
-        lines.append(f"| {room} | {' | '.join(map(str, numbers))} | {rate} |")
+        lines.append(f"| {room} | {' | '.join(map(str, numbers))} | {f'{numbers[0] / total:.0%}' if total else '–'} |")
     left = [
         f"- {one['result']}, line {one['line']}, {one['operator']}: {name}"
         for name, one in sorted(results.items())
@@ -130,41 +152,31 @@ def write_report(output: Path, results: dict[str, dict[str, Any]], about: str) -
     return "\n".join(lines)
 
 
-def say(text: str) -> None:
-    """Progress, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
-    """Collect, mutate, report."""
+    """Choose, mutate, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rooms", nargs="*", default=[], help="folders or modules, such as planner, layout, ahead/pace; default: all"
-    )
+    parser.add_argument("--rooms", nargs="*", default=[], help="folders or modules, as in planner layout; default: all")
     parser.add_argument("--mutants", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="another seed, other mutants")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
-    parser.add_argument("--tests-seconds", type=float, default=60.0, help="most seconds of tests for one mutant")
-    parser.add_argument("--tests", nargs="*", default=[], help="only these files of tests, from the root")
+    parser.add_argument("--tests-seconds", type=float, default=300.0, help="of tests for one mutant; later is a kill")
     parser.add_argument("--again", action="store_true", help="try those again that were not killed")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
     args = parser.parse_args()
-    if os.environ.get("DEEPSPEED_CAD_AUTOLOAD") != "0":
+    if os.environ.get("DEEPSPEED_CAD_AUTOLOAD") != "0":  # nothing of the package before the fork
         os.environ.update(DEEPSPEED_CAD_AUTOLOAD="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    started = time.monotonic()
-    args.output.mkdir(parents=True, exist_ok=True)
-    preload()
-    coverage = collect(args.output, args.tests, say)
-    chosen = choose(args.rooms, args.mutants, args.seed)
-    report, harmless = args.output / "report.json", equivalent()
+    os.environ.pop("DEEPSPEED_CAD_AUTOLOAD")  # child processes then wait for the import of deepspeed as always
+    torch.set_num_threads(1)
+    started, copy, report = time.monotonic(), args.output / "copy", args.output / "report.json"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+    (copy / "deepspeed_cad" / "integrations").symlink_to(copy / "integrations")
+    chosen, harmless = choose(args.rooms, args.mutants, args.seed), equivalent()
     earlier = json.loads(report.read_text())["mutants"] if report.exists() else {}
     results: dict[str, dict[str, Any]] = {}
     about = f"Seed {args.seed}, {len(chosen)} mutants of {', '.join(args.rooms) or 'all rooms'}."
-    say(about)
-    copy = args.output / "mutant0"
-    copy_checkout(copy)
+    print(about, flush=True)
     for mutant in chosen:
         digest = hashlib.sha256((ROOT / mutant.path).read_bytes()).hexdigest()[:12]
         known = earlier.get(mutant.name, {"digest": "", "result": ""})
@@ -176,13 +188,13 @@ def main() -> None:
         elif time.monotonic() - started > args.seconds:
             continue
         else:
-            found = try_mutant(mutant, tests_for(mutant, coverage, args.tests_seconds), coverage, copy)
+            found = try_mutant(mutant, tests_for(mutant.path), copy, args.tests_seconds)
             if found["result"] != "killed":
-                say(f"{found['result']}: {mutant.name} (line {mutant.line}, {found['seconds']:.0f} s)")
+                print(f"{found['result']}: {mutant.name} (line {mutant.line}, {found['seconds']:.0f} s)", flush=True)
         facts = {"room": room_of(mutant.path), "line": mutant.line, "operator": mutant.operator, "digest": digest}
         results[mutant.name] = facts | found
         write_report(args.output, results, about)
-    say(write_report(args.output, results, about))
+    print(write_report(args.output, results, about))
 
 
 if __name__ == "__main__":

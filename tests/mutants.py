@@ -1,7 +1,6 @@
 """Mutants: small wrong changes to a source file, one at a time.
 
-In: the text of a Python file. Out: `Mutant`s, each with the statement that must run for the change to be seen. Pure:
-the same text gives the same mutants in the same order.
+In: the text of a Python file. Out: `Mutant`s. Pure: the same text gives the same mutants in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 UNSEEN = (ast.Raise, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.JoinedStr)
 """What is left as it is: texts, and what decides only about them."""
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SYMMETRIC = ("max", "min", "maximum", "minimum", "array_equal", "isclose", "gcd")
 """Functions for which the order of arguments cannot matter."""
 
@@ -40,8 +38,6 @@ class Mutant:
     operator: str
     change: str
     """What becomes what, and which of equal ones in this scope it is: the name, whatever other lines become."""
-    statement: str
-    """path:line:column of the statement that contains it; the path alone for what runs when the file is imported."""
     number: int
     """Among all changes of the file."""
 
@@ -64,7 +60,6 @@ class Mutant:
 
 class _Change(NamedTuple):
     scope: str
-    place: ast.stmt | None
     operator: str
     old: ast.AST
     new: ast.AST
@@ -79,32 +74,27 @@ def find_mutants(path: str, source: str) -> list[Mutant]:
         scope, change = one.scope or "import", f"`{before}` → `{after}`"
         seen[scope, change] += 1
         again = f" (#{seen[scope, change]})" if seen[scope, change] > 1 else ""
-        place = f"{path}:{one.place.lineno}:{one.place.col_offset}" if one.place else path
         if before != after:
-            line = getattr(one.old, "lineno", 0)
-            found.append(Mutant(path, line, scope, one.operator, change + again, place, number))
+            found.append(Mutant(path, getattr(one.old, "lineno", 0), scope, one.operator, change + again, number))
     return found
 
 
-def _changes(owner: ast.AST, scope: str = "", place: ast.stmt | None = None, inside: bool = False) -> Iterator[_Change]:
+def _changes(owner: ast.AST, scope: str = "") -> Iterator[_Change]:
     for field, value in ast.iter_fields(owner):
         if field in ("annotation", "returns", "decorator_list"):
             continue
         for at, node in enumerate(value if isinstance(value, list) else [value]):
-            if not isinstance(node, ast.AST) or isinstance(node, UNSEEN) or is_text(node) or _is_for_types(node):
+            if not isinstance(node, ast.AST) or isinstance(node, UNSEEN) or _is_for_types(node):
                 continue
-            if _is_call(node, "debug"):
+            if _is_call(node, "debug") or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 continue
-            here = node if inside and isinstance(node, ast.stmt) else place
             put = partial(_put, owner, field, at)
             for operator, new in _instead(node, condition=field in ("test", "ifs")):
-                first = node.body[0] if isinstance(node, FUNCTIONS) else here
-                yield _Change(scope, first, operator, node, new, put)
-            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-                # Defaults of arguments run at import; so does the body of a class.
-                yield from _changes(node, f"{scope}.{node.name}".strip("."), None, isinstance(node, FUNCTIONS))
+                yield _Change(scope, operator, node, new, put)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _changes(node, f"{scope}.{node.name}".strip("."))
             elif not (isinstance(node, ast.keyword) and _is_call(owner, "zip")):
-                yield from _changes(node, scope, here, inside)
+                yield from _changes(node, scope)
 
 
 def _put(owner: ast.AST, field: str, at: int, new: ast.AST) -> None:
@@ -157,11 +147,6 @@ def _instead(node: Any, condition: bool) -> Iterator[tuple[str, ast.AST]]:
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     if isinstance(node, ast.Assign | ast.AugAssign) and any(isinstance(one, ast.Attribute) for one in targets):
         yield "removed assignment", ast.Pass()
-
-
-def is_text(node: ast.AST) -> bool:
-    """Whether a statement is a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _with(node: Any, **fields: Any) -> ast.AST:

@@ -1,1 +1,0 @@
-"""Parts of tests/mutate.py."""
