@@ -123,34 +123,6 @@ def test_a_python_without_the_hook_warns(tmp_path) -> None:
 
 # Real launchers
 
-PLAIN = """
-import os, sys, torch
-rank = os.environ["RANK"]
-weight = torch.nn.Parameter(torch.ones(1))
-optimizer = torch.optim.SGD([weight], lr=0.1)
-for _ in range(3):
-    weight.sum().backward()
-    try:
-        optimizer.step()
-    except RuntimeError as error:  # a script that goes on whatever happens
-        os.write(1, f"{type(error).__name__} on rank {rank}\\n".encode())
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_started_by_a_script(tmp_path) -> None:
-    """The children train a model that is none of transformers, and catch the error."""
-    (tmp_path / "train.py").write_text(f"{PLAIN}os._exit(0)")
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py"]
-    (tmp_path / "launch.py").write_text(
-        f"import subprocess, sys\nsys.exit(subprocess.call([sys.executable, *{words!r}]))"
-    )
-    done = _run(tmp_path, "-m", "deepspeed_cad.run", "launch.py")
-    assert done.returncode != 0
-    # Every step is refused. The first rank that ends has torchrun stop the other one, wherever that is.
-    assert max(done.stdout.count(f"CADError on rank {rank}") for rank in range(2)) == 3
-    assert re.search(r"deepspeed_cad: rank [01]: CAD was asked for \(-m deepspeed_cad.run\) but is not", done.stderr)
-
 
 TRL = "import sys\nfrom trl.cli import main\nsys.exit(main())\n"  # as pip writes the command
 

@@ -68,37 +68,6 @@ def test_modes_train_the_same(tmp_path: Path) -> None:
     assert "| cad |" in table
 
 
-@pytest.mark.slow
-def test_pretended_hosts_train_the_same(tmp_path: Path) -> None:
-    train_step(tmp_path, "meet_64k_2r", "dp,cad", "--hosts", "0,1", cad='{"granularity": 16}')
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [("gpt_oss", ["--kv-heads", "4"]), ("deepseek", ["--kv-heads", "8"]), ("hybrid", ["--layers", "4"])],
-)
-def test_other_models_train_the_same(tmp_path: Path, model: str, words: list[str]) -> None:
-    """Sinks and windows, values smaller than keys, and layers with state, which do not count as attention."""
-    results, _, _ = train_step(tmp_path, "meet_64k_2r", "dp,cad,bound_qkv", "--model", model, *words)
-    # Something really travelled, and with gradients of sinks too: one wrong by half is off by 1e-3.
-    assert results["modes"]["cad"]["gradient_difference"] > 0
-    assert results["settings"]["attending_layers"] == (1 if model == "hybrid" else 2)
-    assert results["modes"]["bound_qkv"]["loss"] != results["modes"]["dp"]["loss"]
-
-
-@pytest.mark.long
-def test_a_server_killed_in_mid_step(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/killed_server.py", "--ranks", "2", "--limit", "60"]
-    script = ["--cad", '{"granularity": 16}', "--output", str(tmp_path / "killed.json"), "--", "--tokens", "512", *TINY]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stdout + run.stderr
-    found = json.loads((tmp_path / "killed.json").read_text())
-    assert found["passed"] and found["killed_after_s"] > 0
-    assert "server 1 ended: its process died" in found["killed"][0]["words"]
-
-
 def gpus(*words: str, script: str = "gpus", **variables: str) -> subprocess.CompletedProcess[str]:
     """benchmarks/gpus where there are none."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import demo  # noqa: E402
+import packing  # noqa: E402
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -76,3 +77,16 @@ def test_example(tmp_path: Path) -> None:
     assert max(abs(a - b) for a, b in zip(with_cad[1:], went_on, strict=True)) < 1e-6, "as without a stop"
     span, zigzag = (_finetune("--span", *more) for more in ([], ["--zigzag"]))
     assert max(abs(a - b) for a, b in zip(span, zigzag, strict=True)) < 1e-5, "another place for the same rows"
+
+
+def test_pack() -> None:
+    """Rows are full, positions start again with each document, and first tokens are nobody's targets."""
+    documents = iter([[1, 2, 3], [4, 5, 6, 7], list(range(100, 150)), [8], [9, 9, 9, 9, 9]])
+    rows = packing.pack(documents, tokens=5, rows=3)
+    assert [row["input_ids"][0].tolist() for row in rows] == [
+        [1, 2, 3, 4, 5],
+        [6, 7, 100, 101, 102],
+        [103, 104, 8, 9, 9],
+    ]
+    assert [row["position_ids"][0].tolist() for row in rows] == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2], [0, 1, 0, 0, 1]]
+    assert rows[0]["labels"][0].tolist() == [-100, 2, 3, -100, 5]

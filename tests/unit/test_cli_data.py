@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import gzip
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import pytest
 
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
-from deepspeed_cad.cli.data.documents import BATCH, REMEDY
+from deepspeed_cad.cli.data.documents import BATCH
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.forecast.packing import TRL_BATCH, Rows, layouts, trl_rows
+from deepspeed_cad.forecast.packing import TRL_BATCH, trl_rows
 from deepspeed_cad.forecast.setting import SHAPES, StateLayers
 
 datasets = pytest.importorskip("datasets")
@@ -261,12 +260,6 @@ def test_a_missing_package_comes_with_its_remedy(
     assert code == 2 and remedy in said and said.count("\n") == 1
 
 
-def test_the_remedy_is_an_extra_that_brings_it() -> None:
-    extras = (Path(__file__).parents[2] / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
-    assert re.fullmatch(r'pip install "deepspeed_cad\[plan\]"', REMEDY)
-    assert re.search(r'^plan = \["datasets>=[\d.]+", "transformers>=[\d.]+"\]$', extras, re.MULTILINE)
-
-
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_rows_are_those_of_trl(strategy: str) -> None:
     pack_dataset = pytest.importorskip("trl").pack_dataset
@@ -279,58 +272,6 @@ def test_rows_are_those_of_trl(strategy: str) -> None:
     else:
         expected = [list(row) for row in packed["seq_lengths"]]
     assert trl_rows(lengths, 128, strategy) == expected
-
-
-def test_packing_decides_the_gain(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    lengths = [12000, 6000, 6000, *[400] * 10, 4000, 3000] * 4 + [7456]  # 18 rows of 8192
-    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    balances = {}
-    for how in ("in_order", "spanning", "zigzag", "bfd", "bfd_split", "wrapped"):
-        words = (tmp_path / "lengths.json", "--packing", how, "--context", 8192, "--modes", "plain,cad")
-        code, answer, said = plan(*words, tokenize=False)
-        assert code == 0 and answer["packing"] == how and f"packed {how}" in said
-        modes = {one["mode"]: one["balance"] for one in answer["modes"]}
-        if how in ("spanning", "zigzag"):
-            assert "plain" not in modes and "another computation" in answer["left_out"]["plain"]
-        else:
-            balances[how] = modes["cad"]
-    even = balances.pop("wrapped")
-    assert 0.97 < even <= 1.001 and all(balance > even + 0.01 for balance in balances.values()), balances
-
-
-def test_options_reach_the_plan(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    """Four steps of two rows: one document, and sixteen; and the begin of another step."""
-    (tmp_path / "lengths.json").write_text(json.dumps([*[8192, *[512] * 16] * 4, 1]))
-
-    def run(*words: str | Path) -> dict[str, Any]:
-        code, answer, said = plan(
-            tmp_path / "lengths.json", "--context", 8192, "--modes", "plain,cad", *words, tokenize=False
-        )
-        assert code == 0, said
-        return answer
-
-    usual = run()
-    assert len(usual["steps"]) == 4 and len(run("--steps", "1")["steps"]) == 1
-    assert (usual["ranks"], usual["context"]) == (2, 8192)
-    before, after = usual["steps"][0]["imbalance_before"], usual["steps"][0]["imbalance"]
-    assert before > 1.6 and after <= 1.05 < 1.15 < run("--tolerance", "0.5")["steps"][0]["imbalance"]
-    transformers.GPT2Config().save_pretrained(tmp_path)
-    small, large = (answer["modes"][-1]["balance"] for answer in (run("--model", tmp_path), usual))
-    assert small > large > 1.0, "attention is a larger share of a small model"
-    shape = {"query_heads": 32, "groups": 8, "head_dim": 128, "value_dim": 128, "bytes_per_element": 2}
-    entry = {"shape": shape, "pair": 1e-11, "row": 0.0, "key": 0.0, "task": 1e-3}  # every task costs a long document
-    (tmp_path / "profile.json").write_text(json.dumps({"machine": "x", "kernel": "y", "entries": [entry]}))
-    assert run("--cost", tmp_path / "profile.json")["steps"][0]["imbalance_before"] != before
-
-
-def test_rows_of_a_step_are_shuffled_and_the_last_partial_step_is_left_out() -> None:
-    lengths = list(range(64, 0, -1))
-    steps = list(layouts(lengths, 3, Rows(64, "bfd"), 3))
-    rows = trl_rows(lengths, 64, "bfd")
-    assert len(steps) == len(rows) // 3
-    seen = [tuple(step.segments.end[step.segments.rank == rank].tolist()) for step in steps for rank in range(3)]
-    assert set(seen) <= {tuple(row) for row in rows} and seen != [tuple(row) for row in rows[: len(seen)]]
-    assert len(list(layouts([64] * 7, 3, Rows(64, "bfd"), 3))) == 2
 
 
 LLAMA = {

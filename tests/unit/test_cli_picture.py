@@ -48,23 +48,6 @@ def test_a_plan(figures: list[Any]) -> None:
     assert len(axes[2].lines) == 3, "borders between home ranks"
 
 
-def test_how_even_steps_are(figures: list[Any]) -> None:
-    picture.draw_evenness(
-        [{"imbalance_before": 2.0, "imbalance": 1.0}, {"imbalance_before": 3.0, "imbalance": 1.1}], ""
-    )
-    (axis,) = figures[0].axes
-    assert [list(line.get_ydata()) for line in axis.lines] == [[2.0, 3.0], [1.0, 1.1]]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["without CAD", "with CAD"]
-
-
-def test_curves(figures: list[Any]) -> None:
-    picture.draw_curves("GPUs", {"plain": [(2, 250.0), (8, 250.0)], "cad": []}, "unused")
-    (axis,) = figures[0].axes
-    (line,) = axis.lines
-    assert line.get_label() == "plain" and line.get_xydata().tolist() == [[2, 250], [8, 250]]
-    assert axis.get_xlabel() == "GPUs" and axis.get_xscale() == "log"
-
-
 def test_a_step_in_files(tmp_path: Path) -> None:
     found = Comparison((made("plain", 1.0), made("cad", 0.5, waiting=0.1)), {})
     picture.draw_step(found, str(tmp_path / "step.png"))

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,6 @@ from plan_checks import check_coverage
 from deepspeed_cad import profiles
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.plan import add_arguments
-from deepspeed_cad.cost import CostModel
-from deepspeed_cad.forecast import Cluster, Machine, Setting
-from deepspeed_cad.forecast.packing import deal_out
-from deepspeed_cad.forecast.setting import SHAPES
 from deepspeed_cad.layout import Layout
 
 GOOD: dict[str, Any] = {
@@ -103,28 +98,6 @@ def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.C
     assert main([*words[:5], "0"]) == 2 and "--batch is 0" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("trainers", [None, 3])
-@pytest.mark.parametrize("padded", [False, True])
-def test_documents_of_a_forecast_are_dealt_out(padded: bool, trainers: int | None) -> None:
-    """Cut only in place, and where nothing is padded."""
-    rows = [[900, 40], [30, 20], [500, 10], [70, 60]]
-    step = [Layout.from_rank_lengths(one) for one in (rows, rows[::-1])]
-    if padded:
-        most = np.array([max(row) * len(row) for row in rows])
-        step = [replace(one, tokens=tokens) for one, tokens in zip(step, (most, most[::-1]))]
-    setting = Setting(SHAPES["llama-8b"], Cluster(4, 4, Machine.load("h200")), CostModel(unit="seconds", pair=1e-12))
-    assert deal_out(setting, step, trainers) is step
-    dealt = deal_out(replace(setting, deals=True), step, trainers)
-    lengths = [np.bincount(one.segments.document, one.segments.end - one.segments.begin) for one in dealt]
-    assert sorted(np.concatenate(lengths)) == sorted(
-        np.concatenate([one.segments.end[one.segments.rank < (trainers or 4)] for one in step])
-    )
-    assert any(one.segments.begin.any() for one in dealt) == (not padded and trainers is None)
-    most = [max(one.tokens[: trainers or 4].max() for one in of) for of in (step, dealt)]
-    assert most[1] <= most[0] and all(one.ranks == 4 and not one.tokens[trainers or 4 :].any() for one in dealt)
-    assert (sum(one.tokens.sum() for one in dealt) < 0.8 * sum(one.tokens.sum() for one in step)) == padded or trainers
-
-
 def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Hosts and links reach the planner: the slower the link between hosts, the less moves there and is gained."""
     data, target = tmp_path / "lengths.json", tmp_path / "out.json"
@@ -143,20 +116,6 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 # Training steps
-
-
-LENGTHS = [16384, *[1024] * 16, 8192, 8192, *[2048] * 8] * 4
-
-
-@pytest.mark.parametrize("name", ["list.json", "lines.txt"])
-def test_lengths_are_data_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    path = tmp_path / name
-    path.write_text(json.dumps(LENGTHS) if name == "list.json" else "\n".join(map(str, LENGTHS)) + "\n")
-    words = [path, "--ranks", "4", "--context", "16384", "--steps", "2"]
-    code, said = plan(capsys, *words)
-    assert code == 0 and f"{len(LENGTHS)} documents, {sum(LENGTHS)} tokens" in said
-    code, said = plan(capsys, *words, "--limit", "20")
-    assert code == 2 and "20 documents with " in said and "do not fill one step" in said
 
 
 def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +153,7 @@ def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.C
     assert modes["cad"]["seconds"]["exchange"] > state["exchange_seconds"] > state["late_seconds"] == 0.0
     assert 1.0 < state["over_own_rows"] < 1.15
     assert state["step_seconds_gathered"] > modes["cad"]["step_seconds"] and modes["cad"]["fits"]
+    assert "another computation" in answer["left_out"]["plain"]
     for mode in ("ulysses", "gathered", "cad reserved"):
         assert "state" in answer["left_out"][mode]
     assert main(["plan", str(tmp_path / "million.json"), *words, "--json"]) == 0
@@ -237,6 +197,8 @@ def test_what_is_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, *words, "--keep", "host")[1].splitlines()[0] == said.splitlines()[0]
     _, said = plan(capsys, *words, "--context", "8192", "--offload-optimizer", "--no-checkpointing")
     assert "no checkpointing, optimizer on the host, transformers' own loss (12 GiB for logits)" in said
+    assert "NVIDIA A100 was not measured: it is taken to" in plan(capsys, *words, "--machine", "a100")[1]
+    assert "measured but for profile, matrix_flops, in_training: " in plan(capsys, *words, "--machine", "h100")[1]
     _, said = plan(capsys, *words, "--pipeline", "2", "--micro-batches", "4")
     assert "llama-8b, zero1, 2 stages, checkpointing" in said and "all logits at once in the last stage" in said
 
@@ -255,20 +217,6 @@ def test_what_fits_has_room_for_what_the_simulator_does_not_see(capsys: pytest.C
     assert '\nTake CAD in place, "keep": "host": ' in said
     _, said = plan(capsys, *words, "--loss", "whole", "--memory", "100")
     assert "transformers' own loss (94 GiB for logits)" in said and "\nNothing fits: " in said
-
-
-@pytest.mark.parametrize(("name", "least", "most"), [("h100", 0.9, 1.05), ("a100", 0.25, 0.4), ("b200", 1.8, 2.6)])
-def test_machines_of_published_figures(
-    capsys: pytest.CaptureFixture[str], name: str, least: float, most: float
-) -> None:
-    words = "long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad --sharding zero1".split()
-    _, measured = plan(capsys, *words)
-    code, said = plan(capsys, *words, "--machine", name)
-    assert code == 0 and f"NVIDIA {name.upper()} was not measured" in said
-    assert ("but for profile, matrix_flops, in_training" in said) == (name == "h100") and " as NVIDIA H200\n" in said
-    rate, mfu = (float(one.replace(",", "")) for one in columns(said, "plain *")[:2])
-    other, other_mfu = (float(one.replace(",", "")) for one in columns(measured, "plain")[:2])
-    assert least < rate / other < most and 10 < mfu < 65 and 10 < other_mfu < 65
 
 
 def test_progress_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,11 +297,9 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--sharding", "fsdp", "--offload-optimizer"], "--offload-optimizer with fsdp"),
         (["--keep", "host", "--recompute-attention"], 'key "keep" is "host"; allowed: "device"'),
         (["--pipeline", "2", "--recompute-attention"], "--recompute-attention with --pipeline"),
-        (["--ranks", "6", "--tensor", "4"], "6 ranks cannot be divided into 4 tensor-parallel"),
         (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs"),
         (["--ranks-per-node", "8,x"], "--ranks-per-node is '8,x'"),
         (["--micro-batches", "0"], "--micro-batches is 0; expected at least 1"),
-        (["--pipeline", "5", "--ranks", "5"], "32 layers cannot be divided into 5 pipeline stages"),
         (["--passes", "forward"], "--passes is 'forward'; expected train once, and forward as often as there is one"),
         (["--passes", "train,forward", "--pipeline", "2"], "--passes with --pipeline"),
         (["--packing", "by_work", "--micro-batches", "2"], "--micro-batches with --packing by_work"),
@@ -392,3 +338,5 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "lengths.txt").write_text(content)
     code, shown = plan(capsys, tmp_path / "lengths.txt")
     assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
+    (tmp_path / "lengths.txt").write_text("[3, 4]")
+    assert "2 documents with 7 tokens do not fill one step of 8 ranks" in plan(capsys, tmp_path / "lengths.txt")[1]

@@ -234,8 +234,8 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
          "split of all work would. The full row alone takes {:.2f} s a step without its attention, and CAD's steps "
          "took {:.2f} to {:.2f} s", "h100x2/train_heavy_64k_2r_rows_100_60_5d16fe3.json", unevenly_full),
     ],
-    "getting-started": [
-        ("It made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
+    "architecture": [
+        ("which made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
          lambda r: (min(r["seconds"]["cad"]) / min(r["seconds"]["plain:kept"]),)),
     ],
     "servers": [

@@ -6,7 +6,6 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,32 +14,28 @@ from scripts import load_script
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def foreseen() -> ModuleType:
-    return load_script("benchmarks/foreseen.py")
-
-
+MODULE = load_script("benchmarks/foreseen.py")
 FILES = sorted(
     path.relative_to(ROOT / "benchmarks" / "results").as_posix()
-    for kind in foreseen().KINDS
+    for kind in MODULE.KINDS
     for path in (ROOT / "benchmarks" / "results").glob(f"*/{kind}")
 )
 
 
 @cache
 def rows(file: str) -> list[Any]:
-    found: list[Any] = foreseen().foresee_run(ROOT / "benchmarks" / "results" / file)
+    found: list[Any] = MODULE.foresee_run(ROOT / "benchmarks" / "results" / file)
     return found
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_run_is_foreseen_within_the_limits(file: str) -> None:
     """A miss is allowed only with its reason in `KNOWN`, from where it comes to the page."""
-    module = foreseen()
     compared = [row for row in rows(file) if row.tokens is not None]
     assert compared or all(row.note for row in rows(file))
     for row in compared:
-        for figure, value in module.beyond(row).items():
-            assert (row.file, row.mode, figure) in module.KNOWN, f"{row.mode}: {figure} {value:.3f}"
+        for figure, value in MODULE.beyond(row).items():
+            assert (row.file, row.mode, figure) in MODULE.KNOWN, f"{row.mode}: {figure} {value:.3f}"
 
 
 def test_the_page_shows_these_figures() -> None:
@@ -62,36 +57,28 @@ def test_the_page_shows_these_figures() -> None:
             # Planners may differ in the last digits.
             assert bool(text.strip()) == (value is not None)
             assert value is None or float(text) == pytest.approx(value, abs=5e-3)
-    assert foreseen().EXPLANATION in page and foreseen().INTRODUCTION in page
+    assert MODULE.EXPLANATION in page and MODULE.INTRODUCTION in page
 
 
 def test_cad_is_promised_neither_too_much_nor_too_little() -> None:
     """On average over the runs that nothing was fitted to, and over the others, without the first mode of each."""
-    module = foreseen()
     found = [row for file in FILES for row in rows(file)]
     for fitted, least in ((False, 12), (True, 12)):
-        values = module.ratios(found, fitted)
-        assert len(values) >= least and abs(module.bias(values)) <= module.BIAS
+        values = MODULE.ratios(found, fitted)
+        assert len(values) >= least and abs(MODULE.bias(values)) <= MODULE.BIAS
     assert not any(row.ratio == 1 for row in found if row.mode in ("dp", "plain", "1f1b"))
-    assert sum(len(module.ratios(found, False, kind)) for kind in module.KINDS_OF_RUN) == len(
-        module.ratios(found, False)
+    assert sum(len(MODULE.ratios(found, False, kind)) for kind in MODULE.KINDS_OF_RUN) == len(
+        MODULE.ratios(found, False)
     )
 
 
 # Our model of the published set-up: what the simulator must foresee at 512 GPUs, and the table that says so.
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def published() -> ModuleType:
-    return load_script("benchmarks/published.py")
-
-
 @pytest.mark.parametrize(("documents", "longest"), [("web", 131072), ("web", 524288), ("long-mix", 262144)])
 def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
     """Documents dealt out in zigzag, exchanges in waves."""
-    module = published()
+    module = load_script("benchmarks/published.py")
     found = module.foresee(module.Case("llama-8b", documents, longest), 1)
     speed = {mode: one.tokens_per_second for mode, one in found.items()}
     assert speed["ours"] > speed["ours, as come"] > speed["ideal"]
@@ -111,21 +98,10 @@ def test_the_page_of_the_published_set_up_has_every_case_and_its_range() -> None
     assert f"{min(rows)} to {max(rows)} of it" in page
 
 
-# Arithmetic of a pipeline's step: where its answer is known, and the figures of the published run.
-
-
-ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ROOT / "benchmarks" / "results" / "README.md"
-
-
-@pytest.fixture
-def bound() -> ModuleType:
-    return load_script("benchmarks/pipeline_bound.py")
-
-
-def test_the_figures_of_the_published_run(bound: ModuleType) -> None:
+def test_the_figures_of_the_published_run_of_a_pipeline() -> None:
     """Those of benchmarks/results/README.md, by the command that it names."""
-    said = PUBLISHED.read_text()
+    bound = load_script("benchmarks/pipeline_bound.py")
+    said = (ROOT / "benchmarks" / "results" / "README.md").read_text()
     command = re.search(r"^ +python benchmarks/pipeline_bound\.py (.*?)\n\n", said, re.MULTILINE | re.DOTALL)
     assert command is not None
     words = [

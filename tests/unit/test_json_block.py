@@ -75,35 +75,10 @@ def test_auto_that_cad_knows_does_not_reach_accelerate(watched) -> None:
     assert given["cad"] == {"overlap": "auto", "tolerance": 0.1}
 
 
-def test_context_parallelism_is_refused_in_the_words_of_the_user(monkeypatch) -> None:
-    """The "cad" block of the JSON, without a CADPlugin."""
-
-    class Accelerator:
-        distributed_type = "DEEPSPEED"
-        dataloader_config = SimpleNamespace()
-
-        def __init__(self, deepspeed_plugin: Any = None, parallelism_config: Any = None) -> None:
-            self.parallelism_config = parallelism_config
-
-    deepspeed_hook.after_import(SimpleNamespace(__name__="accelerate.accelerator", Accelerator=Accelerator))
-    plugin = SimpleNamespace(deepspeed_config={"cad": {}})
-    parallel = SimpleNamespace(cp_enabled=True)
-    with pytest.raises(CADUnsupportedError, match="cp_size"):
-        Accelerator(plugin, parallel)
-    Accelerator(plugin)
-    Accelerator(SimpleNamespace(deepspeed_config={}), parallel)
-
-
 def engine_of(autotp: int = 1, pieces: int = 1, **sizes: int) -> Any:
     """An engine whose mpu says so many ranks of each kind."""
     mpu = SimpleNamespace(**{f"get_{kind}_world_size": partial(int, size) for kind, size in sizes.items()})
     return SimpleNamespace(mpu=mpu, sequence_parallel_size=pieces, autotp_size=lambda: autotp)
-
-
-def test_an_engine_without_shares_has_no_replica() -> None:
-    assert find_replica(engine_of()) is None
-    assert find_replica(SimpleNamespace(mpu=None, sequence_parallel_size=1, autotp_size=lambda: 1)) is None
-    assert find_replica(engine_of(tensor_model_parallel=1, model_parallel=1, pipeline_model_parallel=1)) is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -63,31 +64,20 @@ def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) 
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("main", "words", "said"),
     [
-        (["--cad", "{tolerance: 1}"], "is not JSON"),
-        (["--cad", '{"tolerence": 1}'], 'did you mean "tolerance"?'),
-        (["--cad_config", "none.json"], "cannot be read"),
-        ([], "is not there"),
+        (run.main, ["--cad", "{tolerance: 1}", "train.py"], "is not JSON"),
+        (run.main, ["--cad", '{"tolerence": 1}', "train.py"], 'did you mean "tolerance"?'),
+        (run.main, ["--cad_config", "none.json", "train.py"], "cannot be read"),
+        (run.main, ["train.py"], "is not there"),
+        (accelerate_cad.main, ["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
+        (accelerate_cad.main, ["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
+        (accelerate_cad.main, ["train"], "usage: accelerate-cad launch"),
     ],
 )
-def test_command_line_of_run(tmp_path, monkeypatch, capsys, flags: list[str], said: str) -> None:
+def test_a_bad_command_line(started, tmp_path, monkeypatch, capsys, main: Any, words: list[str], said: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run.main([*flags, "train.py"]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
-        (["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
-        (["train"], "usage: accelerate-cad launch"),
-    ],
-)
-def test_bad_input_of_accelerate_cad(started, capsys, words: list[str], said: str) -> None:
-    assert accelerate_cad.main(words) == 2 and not started
+    assert main(words) == 2 and not started
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 

@@ -11,8 +11,6 @@ import pytest
 from deepspeed_cad.cli import main
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.compare import compare
-from deepspeed_cad.forecast.modes import plain, ulysses
-from deepspeed_cad.forecast.modes_cad import in_place
 from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, deal_by_length
 from deepspeed_cad.forecast.setting import SHAPES
 from deepspeed_cad.planner.question import read_cost
@@ -42,20 +40,6 @@ def test_rollouts_are_dealt_out_as_trainers_do_it(packing: str) -> None:
             work[:, turn] = np.bincount(one.segments.rank, each, 8)
         assert np.ptp(work.sum(1)) < 0.01 * work.sum(1).mean()
         assert (np.diff(work, axis=1) <= 0).all()
-
-
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3", "fsdp"])
-def test_a_forward_alone_is_part_of_a_pass_that_trains(sharding: str) -> None:
-    step = list(deal_by_length(LENGTHS, 8, Rows(65536, "by_length", batch=16)))[0]
-    trains = setting(sharding)
-    for mode in (plain, lambda *of: plain(*of, kept=True), lambda *of: ulysses(*of, degree=4), in_place):
-        whole, forward = (mode(one, step) for one in (trains, trains.of_forward))
-        # Linear layers run once of four times, attention for its share of forward and backward.
-        assert 0.24 < forward.seconds.non_attention / whole.seconds.non_attention < 0.27
-        assert 0.15 < forward.seconds.attention / whole.seconds.attention < 0.35
-        assert forward.seconds.optimizer == 0 and forward.tokens == whole.tokens
-        assert forward.inside == pytest.approx(whole.inside / (3 if mode is not in_place else 2.5), rel=0.3)
-        assert (forward.seconds.collectives > 0) == (sharding in ("zero3", "fsdp"))
 
 
 def test_passes_add_up_and_servers_are_left_out() -> None:

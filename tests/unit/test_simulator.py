@@ -18,7 +18,6 @@ from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.forecast.attention import (
     end_of_passes,
     flows_of,
-    of_documents,
     of_pieces,
     of_tasks,
     read_others,
@@ -27,7 +26,6 @@ from deepspeed_cad.forecast.attention import (
 from deepspeed_cad.forecast.bytes_held import (
     WHOLE_LOGITS,
     activation_bytes,
-    kept_output_bytes,
     landing_bytes,
     loss_bytes,
     served_bytes,
@@ -172,12 +170,6 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     assert ends(waves=8, passes=3)[0] == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
 
 
-def test_what_reads_of_other_ranks() -> None:
-    layout = Layout.from_stream([1500, 800], 3, 1000)  # rows 1000 to 1500 of the first are on rank 1
-    tasks = np.array([[0, 400, 1000, 0, 2, 0], [0, 400, 1200, 0, 2, 0], [0, 0, 500, 0, 2, 1], [1, 0, 500, 0, 1, 1]])
-    assert read_others(tasks, layout.segments).tolist() == [False, True, True, False]
-
-
 LENGTHS = [30000, 2000, 25000, 8536]
 
 
@@ -232,26 +224,6 @@ def test_rows_that_are_not_equally_full_get_whole_layers_made_even(monkeypatch: 
     assert found.seconds.total - loss < 1.04 * even < attention_alone.seconds.total / 1.1
 
 
-@pytest.mark.parametrize("documents", [[16384], [2048] * 8], ids=["long", "short"])
-def test_reserved_servers_by_the_arithmetic_of_finish_times(documents: list[int]) -> None:
-    layout = Layout.from_rank_lengths([documents] * 4)
-    deep = replace(MODEL, layers=32)
-    own = replace(setting(tolerance=0.01, figures=machine(latency=0.0), optimizer=False), model=deep)
-    found, in_place = modes_cad.reserved(own, [layout], 1), modes_cad.in_place(own, [layout])
-    linear, loss = non_attention(own, np.array([16384.0])).layers.sum(), 16384 * own.work.loss
-    attention = of_documents(layout, COST).sum(0)[0] * own.shape.groups * deep.layers
-    # All work of the layers shared, or, where attention is short, trainers with their linear part alone.
-    expected = max(3 * (linear - loss + attention) / 4, linear - loss) + loss
-    ratio = found.tokens_per_second / in_place.tokens_per_second
-    assert ratio == pytest.approx(3 / 4 * (linear + attention) / expected, rel=0.03)
-    assert found.tokens == 3 * 16384 and found.degree == 1
-    # Trainers park all but two layers of what they keep, servers nothing of theirs.
-    less = kept_output_bytes(own, 16384) - kept_output_bytes(replace(own, keep="host"), 16384)
-    parked = modes_cad.reserved(replace(own, keep="host"), [layout], 1)
-    assert found.peak - parked.peak == pytest.approx(less) and less > 0
-    assert modes_cad.even_servers(own, layout) == max(1, int(4 * attention / (attention + linear)))
-
-
 # Pipelines
 
 
@@ -261,14 +233,6 @@ def test_even_stages_take_as_long_as_the_formula_says(stages: int, count: int) -
     assert one_forward_one_backward(each, stages) == pytest.approx([3 * (count + stages - 1)])
     # Head and loss of the last stage hold all others up.
     assert one_forward_one_backward(each, stages, 1.0) == pytest.approx([3 * (count + stages - 1) + count])
-
-
-def test_the_last_stage_holds_all_logits_of_a_micro_batch() -> None:
-    own = setting(4, pipeline=2)
-    few, many = (replace(own, model=replace(MODEL, vocabulary=count)) for count in (1000, 500_000))
-    assert activation_bytes(few, 1000, (2, 1)) == activation_bytes(few, 1000, (2, 0)), "the first is the fuller one"
-    held = 2 * own.model.hidden * own.layers
-    assert activation_bytes(many, 1000, (2, 1)) == pytest.approx(1000 * (held + 18 * 500_000))
 
 
 # Memory
@@ -310,18 +274,6 @@ def test_logits_of_the_loss_of_transformers() -> None:
     large = replace(own, model=replace(MODEL, vocabulary=500_000))
     saved = 2 * MODEL.hidden * MODEL.layers
     assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + WHOLE_LOGITS * 500_000))
-
-
-def test_what_is_held_grows_with_tokens_layers_and_micro_batches_in_flight() -> None:
-    own = setting()
-    one = activation_bytes(own, 1000)
-    assert activation_bytes(own, 2000) == pytest.approx(2 * one)
-    assert activation_bytes(own, 1000, (3, 1)) == pytest.approx(one + 2 * 1000 * 4 * 2 * 4096)
-    assert activation_bytes(setting(checkpointing=False), 1000) > 2 * one
-    # Of 4 layers one is recomputed, and its working set holds O already.
-    assert kept_output_bytes(own, 1000) == 1000 * 3 * 32 * (2 * 128 + 4)
-    assert kept_output_bytes(setting(recompute_attention=True), 1000) == 0.0
-    assert kept_output_bytes(setting(keep="host"), 1000) == 1000 * 32 * (2 * 128 + 4)
 
 
 # Settings

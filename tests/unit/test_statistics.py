@@ -11,12 +11,13 @@ import torch
 import training
 
 import deepspeed_cad
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import why_ended
 from deepspeed_cad.launch.armed import farewell
 from deepspeed_cad.notice import notice
 from deepspeed_cad.report import session_lines
 from deepspeed_cad.report.statistics import Statistics
-from deepspeed_cad.session import _end, close_session
+from deepspeed_cad.session import Session, _end, close_session
 
 
 def train(steps: int = 1) -> Any:
@@ -155,3 +156,38 @@ def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capf
     ours.manager._clear_cache()  # type: ignore[attr-defined]
     assert records == (["100 % of it"] if shown else [])
     assert capfd.readouterr().err == ("" if shown else "deepspeed_cad: 100 % of it\n")
+
+
+# Keys that do nothing where they are set
+
+
+SERVERS = {"servers": {"reserved": 1}}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({}, ""),
+        (SERVERS, ""),
+        ({"keep": "host"}, ""),
+        ({**SERVERS, "trainers_serve": False}, ""),
+        ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
+        ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
+        ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),
+        ({**SERVERS, "on_server_failure": "continue"}, '"on_server_failure" is "continue" and servers are part'),
+    ],
+)
+def test_what_does_nothing_is_said(block: dict, text: str) -> None:
+    assert [line[: len(text)] for line in session_lines.unused_keys(CADConfig.from_dict(block))] == [text] * bool(text)
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+def test_rank_0_warns_once(rank: int, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    session = Session(CADConfig(trainers_serve=False), torch.device("cpu"))
+    try:
+        assert caplog.text.count("trainers_serve") == 1
+        session.rank = rank
+        session.warn(["another", "another"])
+        assert caplog.text.count("another") == count
+    finally:
+        session.close()

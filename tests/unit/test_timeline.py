@@ -15,15 +15,12 @@ from deepspeed_cad.trace import (
     COMPUTE,
     MODEL,
     NOT_TRACED,
-    PATH_VARIABLE,
     STEP,
-    STEPS_VARIABLE,
     WARM_UP,
     Span,
     Tracer,
     merge_parts,
     name_gaps,
-    open_tracer,
     part_path,
     to_events,
 )
@@ -119,19 +116,6 @@ def test_nothing_is_recorded_while_off(tmp_path: Path) -> None:
     assert tracer.span("local", 0, "layer", False) is NOT_TRACED
     tracer.finish()
     assert not tracer._spans and not list(tmp_path.iterdir())
-
-
-def test_who_asks_for_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PATH_VARIABLE, raising=False)
-    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
-    assert open_tracer("", CPU, 0, 1) is None
-    found = open_tracer(str(tmp_path / "a"), CPU, 1, 2)
-    assert found is not None
-    assert (found.path, found.steps, found.rank, found.ranks) == (tmp_path / "a", 3, 1, 2)
-    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "b"))
-    monkeypatch.setenv(STEPS_VARIABLE, "5")
-    found = open_tracer(str(tmp_path / "a"), CPU, 0, 1)
-    assert found is not None and (found.path, found.steps) == (tmp_path / "b", 5)
 
 
 def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
