@@ -317,14 +317,15 @@ def _best(
     mode: str, choices: list[tuple[Run, Sequence[modes.Step]]], tried: int, tell: Callable[[str], None]
 ) -> Foreseen:
     """The fastest that fits, else the one that needs least memory; the first steps, so many, choose it."""
+    tell(f"{MODES[mode]}: step 1 of {len(choices[0][1])}")
     with ThreadPoolExecutor(THREADS) as threads:
         first = [list(threads.map(run, steps[: tried if len(choices) > 1 else 1])) for run, steps in choices]
         means = list(map(mean, first))
         best = means.index(_fastest(one for one in means if one.fits) or min(means, key=lambda one: one.peak))
         (run, steps), done = choices[best], first[best]
         for one in threads.map(run, steps[len(done) :]):
-            tell(f"{MODES[mode]}: step {len(done)} of {len(steps)}")
             done.append(one)
+            tell(f"{MODES[mode]}: step {len(done)} of {len(steps)}")
     return mean(done)
 
 
