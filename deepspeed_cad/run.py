@@ -1,10 +1,9 @@
 """`python -m deepspeed_cad.run [--cad JSON | --cad_config FILE] train.py args…`: an unmodified script, with CAD.
 
-In: a training script and the "cad" block, under any launcher (`accelerate launch -m`, `torchrun -m`, `deepspeed
---module`); or a command that starts the training processes itself, such as `trl`. Out: the script, run as if it had
-been started by itself, with CAD turned on for the first model of transformers that it trains, here or in a process
-that it starts: where Accelerate or DeepSpeed prepare it, else at its first training forward. A process in which CAD
-does not become active stops at its first optimizer step, and none that trained without CAD ends with exit code 0.
+In: a training script and the "cad" block, under any launcher; or a command that starts the training processes itself,
+such as `trl`. Out: the script, run as if it had been started by itself, with CAD turned on for the first model of
+transformers that it trains, here or in a process that it starts: where Accelerate or DeepSpeed prepare it, else at its
+first training forward. A process in which CAD does not become active stops at its first optimizer step.
 """
 
 import argparse

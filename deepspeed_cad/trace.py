@@ -2,8 +2,7 @@
 
 In: spans that attention calls report while a `Tracer` is on: CUDA events on a GPU, wall time on a CPU. Out: a part file
 per rank and, once all parts are there, one file; shares of time in which servers attended nothing and trainers waited.
-Every rank is a process: a lane for its training stream, one for the stream beside it where served attention has its
-own. A rank that only serves has one per nano-batch. Without a tracer nothing here runs.
+Every rank is a process with a lane for each of its streams. Without a tracer nothing here runs.
 """
 
 import json

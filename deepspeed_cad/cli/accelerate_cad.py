@@ -1,8 +1,7 @@
 """The console script `accelerate-cad launch`: `accelerate launch` with CAD in every process that it starts.
 
-In: `--cad JSON` or `--cad_config FILE`, then the words of `accelerate launch`, which are passed on unread. Out:
-`accelerate launch` in place of this process, with the request in the environment (see launch/armed.py). The block is
-checked before anything starts.
+In: `--cad JSON` or `--cad_config FILE`, then the words of `accelerate launch`, which are passed on unread. Out: that in
+place of this process, with the request in the environment. The block is checked before anything starts.
 """
 
 import argparse

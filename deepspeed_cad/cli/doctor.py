@@ -21,7 +21,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cad.cli.progress import Progress
+from deepspeed_cad.cli.progress import progress
 from deepspeed_cad.version import OLDEST, __version__, is_too_old
 
 PACKAGES = {
@@ -98,9 +98,9 @@ def examine() -> Report:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the report says what the warnings would say
     report = {}
-    with Progress() as progress:
+    with progress() as tell:
         for name, probe in PROBES.items():
-            progress.tell(f"trying {name}")
+            tell(f"trying {name}")
             report[name] = _findings(name, probe)
     logger.setLevel(level)
     return report

@@ -4,7 +4,7 @@ In: the parsed arguments of `plan.py`. Out: settings and steps; lines of text; p
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_setting, wanted_modes
-from deepspeed_cad.cli.progress import Progress, say, write
+from deepspeed_cad.cli.progress import progress, say, write
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.forecast import Cluster, Setting
 from deepspeed_cad.forecast.attention import of_documents
@@ -38,13 +38,13 @@ def foresee_steps(args: argparse.Namespace) -> int:
     if args.input[1:] or args.input[0] not in NAMED:
         list_files(args.input)
     modes, servers = wanted_modes(args)
-    with Progress("reading the model") as progress:
+    with progress("reading the model") as tell:
         setting = read_setting(args, read_model_shape(args.model))
-        progress.tell("reading the data")
+        tell("reading the data")
         of_rank = args.batch if args.packing in DEALT else 1.3 * args.micro_batches
         needed = int(of_rank * setting.seats * args.context * (args.steps + 1))
         skipped: list[str] = []
-        lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, progress.tell)
+        lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, tell)
         rows = Rows(args.context, args.packing, args.micro_batches, args.batch)
         steps = make_steps(lengths, setting, rows, args.steps)
         if not steps:
@@ -53,9 +53,9 @@ def foresee_steps(args: argparse.Namespace) -> int:
                 f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
             )
 
-        progress.tell("planning")
+        tell("planning")
         fewer = partial(make_steps, lengths, setting, rows, len(steps))
-        comparison = compare(setting, steps, modes, servers, progress.tell, fewer)
+        comparison = compare(setting, steps, modes, servers, tell, fewer)
         full = float(np.mean([layout.tokens.mean() for step in steps for layout in step])) / args.context
         rival, cad = comparison.best_rival, comparison.of("cad")
         gains = [before / after for before, after in zip(rival.steps, cad.steps)] if rival and cad else []
@@ -92,7 +92,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
 
             draw_evenness(evenness, args.plot)
         if args.pictures:
-            for name in draw(comparison, setting, lengths, args, modes, progress):
+            for name in draw(comparison, setting, lengths, args, modes, tell):
                 say(f"drew {name}", args)
     return 0
 
@@ -241,7 +241,7 @@ def draw(
     lengths: list[int],
     args: argparse.Namespace,
     names: Sequence[str],
-    progress: Progress,
+    tell: Callable[[str], None],
 ) -> list[str]:
     """Write four pictures into the folder --pictures; returns their names."""
     from deepspeed_cad.cli.picture import draw_curves, draw_step
@@ -257,7 +257,7 @@ def draw(
         data = lengths * (1 + need // sum(lengths))
         rows = Rows(context, args.packing, args.micro_batches, args.batch)
         steps = make_steps(data, other, rows, SWEEP_STEPS)
-        progress.tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))
+        tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))
         return compare(other, steps, modes, servers, fewer=partial(make_steps, data, other, rows, len(steps)))
 
     folder, replica = make_folder(args.pictures), setting.sharing * setting.pipeline

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import os
 import subprocess
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.cli.progress import Progress
+from deepspeed_cad.cli.progress import progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.links import measure_links
@@ -28,6 +29,8 @@ from deepspeed_cad.profiles import Fit, Profile, ShapeCost, user_path
 from deepspeed_cad.profiles.measure import Measured, fit_measured, least, measure_calls, sizes_for
 from deepspeed_cad.profiles.profile import machine_name
 from deepspeed_cad.version import __version__
+
+Tell = Callable[[str], None]
 
 NOISY = 0.15
 """Mean relative error of the fit that only noise explains; kernels alone leave 3 to 6 %."""
@@ -51,16 +54,16 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print and write. Raises CADError, and writes nothing, where the heads or the kernel are impossible here
     or the measured times do not fit together."""
     sizes = _checked(args)
-    with Progress("looking at this machine", loud=int(os.environ.get("RANK", 0)) == 0) as progress:
+    with progress("looking at this machine", loud=int(os.environ.get("RANK", 0)) == 0) as tell:
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(device)
         shape = HeadShape(*sizes, bytes_per_element=2 if device.type == "cuda" else 4)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            profile = _measure_all(args, shape, device, progress)
+            profile = _measure_all(args, shape, device, tell)
         else:
-            profile = _measure_kernel(args, shape, device, progress)
+            profile = _measure_kernel(args, shape, device, tell)
             print(
                 "links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile",
                 flush=True,
@@ -87,7 +90,7 @@ def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
     return args.heads, args.kv_heads, args.head_dim, value_dim
 
 
-def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device, progress: Progress) -> Profile:
+def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device, tell: Tell) -> Profile:
     """Time attention on this process's device, and print the table. Raises CADError where the times do not fit."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)
@@ -95,7 +98,7 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
     machine = machine_name(device)
     print(f"{machine}, {kernel.name}: {shape}", flush=True)
     sizes = sizes_for(device, args.quick)
-    measured = measure_calls(kernel, device, shape, sizes, progress.tell)
+    measured = measure_calls(kernel, device, shape, sizes, tell)
     for attempt in range(1, ATTEMPTS + 1):
         fit = fit_measured(measured)
         print(_table(measured, fit), flush=True)
@@ -111,7 +114,7 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
             f"the mean error is {fitted.mean():.0%}, above {NOISY:.0%}: something disturbs; measuring once more",
             flush=True,
         )
-        measured = least(measured, measure_calls(kernel, device, shape, sizes, progress.tell))
+        measured = least(measured, measure_calls(kernel, device, shape, sizes, tell))
     error = round(float(fitted.mean()), 4), round(float(fitted.max()), 4)
     return Profile(
         machine=machine,
@@ -123,9 +126,7 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
     )
 
 
-def _measure_all(
-    args: argparse.Namespace, shape: HeadShape, device: torch.device, progress: Progress
-) -> Profile | None:
+def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.device, tell: Tell) -> Profile | None:
     """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks.
 
     Raises CADError on rank 0 where attention cannot be measured; the others then end without a word.
@@ -137,7 +138,7 @@ def _measure_all(
         profile, failure = None, None
         if dist.get_rank() == 0:
             try:
-                profile = _measure_kernel(args, shape, device, progress)
+                profile = _measure_kernel(args, shape, device, tell)
             except CADError as error:
                 failure = error
         # The others wait here for rank 0, and learn whether they are needed any more.
@@ -149,7 +150,7 @@ def _measure_all(
             return None
         world = dist.group.WORLD
         assert world is not None
-        progress.tell("measuring links")
+        tell("measuring links")
         transport = choose_transport(args.transport, world, device)
 
         def gather(value: int) -> list[int]:

@@ -4,15 +4,14 @@ In: an answer and where it goes; words for what begins. Out: JSON or text; now a
 where it is done before the first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
@@ -21,29 +20,24 @@ QUIET = 4.0
 """Seconds between two lines."""
 
 
-class Progress:
-    """A context; while it lasts a thread of its own says what was told last, also while something is imported."""
+@contextmanager
+def progress(text: str = "", loud: bool = True) -> Iterator[Callable[[str], None]]:
+    """A thread says what was told last, also while something is imported; gives the function that tells."""
+    said, begin, done = [text], time.monotonic(), threading.Event()
 
-    def __init__(self, text: str = "", loud: bool = True) -> None:
-        self._text, self._begin, self._done = text, time.monotonic(), threading.Event()
-        if not loud:
-            self._done.set()
-        self._thread = threading.Thread(target=self._say, name="deepspeed_cad progress", daemon=True)
+    def say_now_and_then() -> None:
+        while not done.wait(QUIET):
+            print(f"… {said[-1]}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    def tell(self, text: str) -> None:
-        self._text = text
-
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _say(self) -> None:
-        while not self._done.wait(QUIET):
-            print(f"… {self._text}, {time.monotonic() - self._begin:.0f} s", file=sys.stderr, flush=True)
+    thread = threading.Thread(target=say_now_and_then, name="deepspeed_cad progress", daemon=True)
+    if loud:
+        thread.start()
+    try:
+        yield said.append
+    finally:
+        done.set()
+        if loud:
+            thread.join()
 
 
 def write(answer: dict[str, Any], args: argparse.Namespace) -> None:

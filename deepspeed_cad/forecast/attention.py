@@ -117,15 +117,10 @@ def end_of_passes(
 ) -> Floats:
     """[2, ranks]: when a rank has all of its O, and all of its dQ, dK and dV.
 
-    Args:
-        flows: what moves in a layer.
-        hosts: [ranks] number of each one's host; None: all share one.
-        own: [2, ranks] seconds of all tasks of a rank.
-        waiting: of them, those that read something of another rank.
-        start: when each comes to its attention, and sends what others wait for.
-        per_byte: [2] seconds inside a host and between hosts, in as many layers as all these.
-        waves: in how many parts an exchange goes.
-        passes: layers.
+    `flows` move in a layer. Of each rank: the number of its host (None: all share one); [2, ranks] seconds of its `own`
+    tasks, those of them that are `waiting` for something of another rank, and when it comes to its attention, and sends
+    what others wait for. `per_byte`: [2] seconds inside a host and between hosts, in as many layers as all these.
+    `waves`: in how many parts an exchange goes. `passes`: layers.
     """
     routes, trips = find_trips(flows, hosts, per_byte, waves)
     ends = []

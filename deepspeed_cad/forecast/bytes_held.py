@@ -58,12 +58,9 @@ def activation_bytes(
 ) -> float:
     """Of `tokens` of a micro-batch on a rank; in a pipeline, of the fuller of its first and its last stage.
 
-    Args:
-        setting, tokens: how it is trained; tokens of a micro-batch.
-        in_flight: micro-batches between forward and backward at these stages; at the last all logits of one are there
-            at once before the layers' backward begins.
-        kept: with O and LSE that are kept over the recompute.
-        waiting: tokens of a part that is being attended, and holds nothing of the MLP, while the other part runs.
+    `in_flight`: micro-batches between forward and backward at these stages; at the last all logits of one are there at
+    once before the layers' backward begins. `kept`: with O and LSE that are kept over the recompute. `waiting`: tokens
+    of a part that is being attended, and holds nothing of the MLP, while the other part runs.
     """
     model = setting.model
     active = 1.0 - waiting / max(tokens, 1.0)

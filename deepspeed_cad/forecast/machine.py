@@ -156,10 +156,6 @@ class Cluster:
             return np.repeat(np.arange(len(self.sizes)), self.sizes)
         return np.arange(self.ranks, dtype=np.int64) // self.per_host
 
-    def on_one_host(self, group: int, stride: int) -> int:
-        """Members of a group that share a host."""
-        return max(1, min(group, self.per_host // stride))
-
     def gather(self, size: Size, group: int, stride: int = 1) -> Size:
         """Seconds of an all-gather after which every member has `size` bytes; a reduce-scatter of them takes as long.
 
@@ -167,7 +163,7 @@ class Cluster:
         """
         if group < 2:
             return 0.0 * size
-        here = self.on_one_host(group, stride)
+        here = max(1, min(group, self.per_host // stride))
         hosts = -(-group // here)
         inside = (here - 1) / here / self.machine.collective
         between = (hosts - 1) / hosts / (here * (self.collective_between or self.machine.between))
@@ -183,5 +179,5 @@ class Cluster:
 
     def shares(self, group: int, stride: int = 1) -> tuple[float, float]:
         """Of what a member of a group sends to all, the shares that stay on its host and that leave it."""
-        here = self.on_one_host(group, stride)
+        here = max(1, min(group, self.per_host // stride))
         return (here - 1) / group, (group - here) / group

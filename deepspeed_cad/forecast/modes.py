@@ -2,11 +2,6 @@
 
 In: a setting and the layouts of a step's micro-batches, one row per seat. Out: `Foreseen`.
 
-    plain        every seat trains its own row; documents attend on that rank
-    ulysses      groups of `degree` seats train their rows one after the other, each split over the group; attention by
-                 heads, after an all-to-all
-    gathered     the same, every document cut into 2 × degree pieces; K and V are all-gathered
-
 `kept`: the recompute of activation checkpointing finds attention's output and does not attend; what `ulysses`
 and `gathered` send again then is hidden. As modes dp:kept and ulysses:kept of the training benchmark. `joined`: the
 rows of a group are one micro-batch, not one after the other.
@@ -17,15 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from deepspeed_cad.forecast import schedule
 from deepspeed_cad.forecast.attention import Floats, document_lengths, of_documents, of_pieces, summed
 from deepspeed_cad.forecast.bytes_held import activation_bytes, state_bytes
-from deepspeed_cad.forecast.schedule import (
-    compose,
-    meets_at_the_end,
-    non_attention,
-    one_forward_one_backward,
-    ulysses_bytes,
-)
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import Foreseen, Seconds
 from deepspeed_cad.layout import Layout
@@ -38,21 +27,22 @@ Step = Sequence[Layout]
 
 
 def plain(setting: Setting, step: Step, kept: bool = False) -> Foreseen:
-    """See the module. Documents that span ranks are cut at the border: then it is another computation."""
+    """Every seat trains its own row. Documents that span ranks are cut at the border: another computation."""
     tokens, attention = _rows(setting, step, 1, False, lambda layout: of_documents(layout, setting.cost, cut=True))
     return foresee_rows(setting, "plain", tokens, attention, kept)
 
 
 def ulysses(setting: Setting, step: Step, degree: int, joined: bool = False, kept: bool = False) -> Foreseen:
-    """See the module."""
+    """Groups of `degree` seats train their rows one after the other, each split over the group; attention by heads,
+    after an all-to-all."""
     tokens, attention = _rows(setting, step, degree, joined, lambda layout: of_documents(layout, setting.cost))
-    size = tokens * ulysses_bytes(setting.shape, degree)
+    size = tokens * schedule.ulysses_bytes(setting.shape, degree)
     once = setting.cluster.all_to_all(size, degree, setting.tensor) * setting.attending
     return foresee_rows(setting, "ulysses", tokens, attention, kept, degree, np.stack([once, once]), size)
 
 
 def gathered(setting: Setting, step: Step, degree: int, joined: bool = True, kept: bool = False) -> Foreseen:
-    """See the module."""
+    """The same, every document cut into 2 × degree pieces; K and V are all-gathered."""
 
     def attend(layout: Layout) -> Floats:
         first = np.full(layout.documents, layout.ranks, np.int64)
@@ -83,17 +73,11 @@ def foresee_rows(
     sent: Floats | None = None,
     held: float = 0.0,
 ) -> Foreseen:
-    """The step that groups of seats make of micro-batches, one after the other.
+    """The step that groups of `degree` seats make of micro-batches, one after the other.
 
-    Args:
-        setting, mode: how it is trained; its name.
-        tokens: [micro-batches, groups] of a micro-batch at one seat.
-        attention: [2, micro-batches, groups] seconds of one head group in one layer, run once.
-        kept: whether its recompute does not attend.
-        degree: seats of a group.
-        exchange: [2, micro-batches, groups] seconds of exchanges that nothing hides, of all layers, sent once.
-        sent: [micro-batches, groups] bytes of a layer's exchange.
-        held: bytes besides activations.
+    [micro-batches, groups]: `tokens` of a micro-batch at one seat; bytes `sent` in a layer's exchange. [2, …] seconds:
+    `attention` of one head group in one layer, run once; `exchange` that nothing hides, of all layers, sent once.
+    `kept`: whether its recompute does not attend. `held`: bytes besides activations.
     """
     # All groups, the layers of a stage, and kernels in training.
     kernels = attention * (setting.shape.groups * setting.attending * setting.machine.in_training)
@@ -103,16 +87,16 @@ def foresee_rows(
     moved = 0.0 if sent is None else float(sent.sum(0).mean()) * setting.attending * times
     own = replace(setting, keep="device", recompute_attention=False)  # which say what CAD keeps
     in_flight = min(own.pipeline, len(tokens)), 1
-    other = non_attention(setting, tokens)
+    other = schedule.non_attention(setting, tokens)
     each = other.each + attended + exposed
     if setting.pipeline > 1:
-        ran = one_forward_one_backward(each, setting.pipeline, other.loss).max()
-    elif meets_at_the_end(setting):
+        ran = schedule.one_forward_one_backward(each, setting.pipeline, other.loss).max()
+    elif schedule.meets_at_the_end(setting):
         ran = each.sum((0, 1)).max()
     else:
         ran = each.sum(0).max(1).sum()
     parts = other.layers.sum(0) + other.loss / setting.pipeline, attended.sum(0), exposed.sum(0), other.tensor.sum(0)
-    return compose(
+    return schedule.compose(
         setting,
         f"{mode} kept" if kept else mode,
         float(ran),

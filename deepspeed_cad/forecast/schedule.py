@@ -130,16 +130,12 @@ def compose(
     holders: int | None = None,
     **figures: Any,
 ) -> Foreseen:
-    """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says.
+    """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says, which has no
+    weights, optimizer and waiting.
 
-    Args:
-        setting, mode: how it is trained; its name.
-        ran, mean: seconds; the same without weights, optimizer and waiting.
-        passes: micro-batches one after the other.
-        tokens: of all of them at all seats.
-        moved: [2] bytes that a rank sends inside its host and to others.
-        holders: seats that hold the model, where others only serve.
-        figures: peak, degree and the like, as in `Foreseen`.
+    `passes`: micro-batches one after the other; `tokens` of all of them at all seats. `moved`: [2] bytes that a rank
+    sends inside its host and to others. `holders`: seats that hold the model, where others only serve. `figures`: peak,
+    degree and the like, as in `Foreseen`.
     """
     machine, parameters = setting.machine, setting.stage_parameters
     layer = (mean.non_attention + mean.attention) / passes / setting.layers

@@ -1,10 +1,8 @@
 """CAD that was asked for reaches every process of a run: the one that a launcher starts, and those that it starts.
 
-In: a request, from `-m deepspeed_cad.run`, `accelerate-cad launch` or the user, as the environment variable
-DEEPSPEED_CAD_CONFIG: the "cad" block as JSON, or {"cad": block, "asked_by": words}. Out: every Python process below it
-has CAD armed when torch, accelerate or deepspeed is imported (the installed .pth hook sees to that), and one that
-trained without CAD does not end with exit code 0. A process that only starts others is left alone. Imports neither
-torch nor a host framework by itself.
+In: the request of the environment (request.py). Out: every Python process below it has CAD armed when torch, accelerate
+or deepspeed is imported (the installed .pth hook sees to that), and one that trained without CAD does not end with exit
+code 0. A process that only starts others is left alone. Imports neither torch nor a host framework by itself.
 """
 
 import atexit

@@ -1,9 +1,8 @@
 """Makes the "cad" block of a DeepSpeed JSON work: wraps `deepspeed.initialize`, and adds one line to `ds_report`.
 
-In: the module `deepspeed` (or `deepspeed.env_report`, or one of Accelerate's that reads the JSON) right after it was
-imported. Out: the same module with `initialize` (or `main`, `Accelerator.__init__`, `HfDeepSpeedConfig.__init__`)
-wrapped. A call without a "cad" block goes straight through; a block that nobody would read is an error. Imports neither
-torch nor deepspeed by itself.
+In: the module `deepspeed`, `deepspeed.env_report`, or one of Accelerate's that reads the JSON, right after its import.
+Out: the same module, its function wrapped. A call without a "cad" block goes straight through; a block that nobody
+would read is an error. Imports neither torch nor deepspeed by itself.
 """
 
 import functools

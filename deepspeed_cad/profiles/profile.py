@@ -193,7 +193,6 @@ def _object(found: Any, kind: type, where: str) -> dict[str, Any]:
 
 # Which profile the planner uses on this machine
 
-
 USUAL_SHAPE = HeadShape(32, 8, 128, 128, 2)
 """Of an 8B Llama: what is measured unless one asks for another."""
 

@@ -1,8 +1,7 @@
 """What of a model decides how much of a step is attention, from its config.json.
 
 In: a config.json, a folder with one, the name of a checkpoint, or of a shape. Out: a `ModelShape`. Where transformers
-is installed it reads the file, because models name their sizes differently (GPT-2: `n_head`, `n_embd`, `n_layer`) and
-its classes know all names; and models that CAD refuses are refused here too.
+is installed it reads the file, because models name their sizes differently; what CAD refuses is refused here too.
 """
 
 import logging
