@@ -94,18 +94,18 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
 
 def make_cluster(args: argparse.Namespace) -> Cluster:
     """Hosts as --ranks-per-node says: so many GPUs each, or a list of them; links and memory as given."""
-    links = {"--link-inside": args.link_inside, "--link-between": args.link_between, "--memory": args.memory}
-    for name, value in links.items():
+    given = {"--link-inside": args.link_inside, "--link-between": args.link_between, "--memory": args.memory}
+    for name, value in given.items():
         if value is not None and not 0 < value < float("inf"):
             raise CADConfigError(f"{name} is {value}; expected {'GiB' if name == '--memory' else 'GB/s'} above 0")
     speeds = (value and value * 1e9 for value in (args.link_inside, args.link_between))
     machine = Machine.load(args.machine).with_links(*speeds)
     if args.memory is not None:
         machine = replace(machine, memory=args.memory * 2**30)
-    given, ranks = args.ranks_per_node or str(HOST), args.ranks
-    parts = [part.strip() for part in given.split(",")]
+    hosts, ranks = args.ranks_per_node or str(HOST), args.ranks
+    parts = [part.strip() for part in hosts.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise CADConfigError(f"--ranks-per-node is {given!r}; expected a number of GPUs, or a list such as 8,8,4")
+        raise CADConfigError(f"--ranks-per-node is {hosts!r}; expected a number of GPUs, or a list such as 8,8,4")
     sizes = tuple(map(int, parts))
     if len(sizes) == 1:
         return Cluster(ranks, min(ranks, sizes[0]), machine)
@@ -121,10 +121,8 @@ def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     if {"plain", "cad"} <= set(names) and "plain kept" not in names and not args.no_checkpointing:
         # By it what balance gains is told from what is gained as attention is not repeated.
         names.insert(names.index("plain") + 1, "plain kept")
-    if args.reserve == "none":
-        return [name for name in names if name != "cad reserved"], None
-    if args.reserve == "auto":
-        return names, None
+    if args.reserve in ("none", "auto"):
+        return [name for name in names if name != "cad reserved" or args.reserve == "auto"], None
     if not args.reserve.isdigit():
         raise CADConfigError(f'--reserve is {args.reserve!r}; expected "auto", "none" or a number of GPUs')
     return names, int(args.reserve)

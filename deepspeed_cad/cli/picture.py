@@ -69,7 +69,8 @@ def _draw_lines(
     values = sorted({value for points in lines.values() for value, _ in points})
     if len(values) > 1 and values[0] > 0 and values[-1] >= 4 * values[0]:
         axis.set_xscale("log", base=2)
-        axis.set_xticks(values, [_short(value) for value in values])
+        names = [f"{one // 1024}K" if one >= 4096 and one % 1024 == 0 else str(one) for one in values]
+        axis.set_xticks(values, names)
     if lines:
         axis.legend(frameon=False)
     _save(figure, path)
@@ -97,12 +98,10 @@ def draw_step(comparison: Comparison, path: str) -> None:
 def _most_moved(problem: PlanInput, plan: Plan) -> list[int]:
     """Documents, those that were cut first, the longest of either kind first."""
     segments = problem.tick.query
-    count = int(segments.document.max(initial=-1)) + 1
-    lengths, moved = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    lengths = np.zeros(int(segments.document.max(initial=-1)) + 1, np.int64)
     np.maximum.at(lengths, segments.document, segments.end)
-    np.add.at(moved, plan.tasks[:, 0], 1)
-    np.subtract.at(moved, segments.document, 1)
-    order = np.lexsort((-lengths, moved <= 0))
+    tasks, before = (np.bincount(column, minlength=len(lengths)) for column in (plan.tasks[:, 0], segments.document))
+    order = np.lexsort((-lengths, tasks <= before))
     return [int(document) for document in order if lengths[document]]
 
 
@@ -146,10 +145,6 @@ def _draw_document(axis: Any, problem: PlanInput, plan: Plan, document: int, nam
     homes = ", ".join(map(str, own.rank[:8])) + ("…" if len(own) > 8 else "")
     axis.set(title=f"Document {name}, at home on {homes}", xlabel="row", ylabel="head group")
     return mesh
-
-
-def _short(value: int) -> str:
-    return f"{value // 1024}K" if value >= 4096 and value % 1024 == 0 else str(value)
 
 
 def _subplots(*shape: int, **options: Any) -> Any:

@@ -232,8 +232,7 @@ def trl_rows(lengths: Sequence[int], context: int, packing: str) -> list[list[in
 
 
 def _parts(length: int, context: int) -> list[int]:
-    whole, rest = divmod(length, context)
-    return [context] * whole + [rest] * (rest > 0)
+    return [min(context, length - begin) for begin in range(0, length, context)]
 
 
 def _best_fit(lengths: Sequence[int], context: int) -> list[list[int]]:
@@ -245,9 +244,8 @@ def _best_fit(lengths: Sequence[int], context: int) -> list[list[int]]:
         place = bisect_left(with_room, (length,))
         if place == len(with_room):
             rows.append([])
-            room, row = context, rows[-1]
-        else:
-            room, _, row = with_room.pop(place)
+            with_room.append((context, turn, rows[-1]))
+        room, _, row = with_room.pop(place)
         row.append(length)
         if room > length:
             insort(with_room, (room - length, turn, row))

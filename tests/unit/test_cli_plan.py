@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from plan_checks import check_coverage
+from test_compare_modes import made
 
 from deepspeed_cad import profiles
-from deepspeed_cad.cli import main, progress
+from deepspeed_cad.cli import main, picture, progress
 from deepspeed_cad.cli.plan import add_arguments
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.forecast.compare import Comparison
 from deepspeed_cad.layout import Layout
 
 GOOD: dict[str, Any] = {
@@ -285,6 +288,16 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (steps, *folder.iterdir()))
     assert all(f"drew {folder / name}" in said for name in names)
+
+
+def test_a_step_in_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = Comparison((made("plain", 1.0), made("cad", 0.5, waiting=0.1)), {})
+    picture.draw_step(found, str(tmp_path / "step.png"))
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    for wrong in (tmp_path / "none" / "step.png", tmp_path / "step.nosuch"):
+        with pytest.raises(CADError, match=f"picture {wrong} cannot be written"):
+            picture.draw_step(found, str(wrong))
 
 
 @pytest.mark.parametrize(

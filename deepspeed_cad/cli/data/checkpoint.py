@@ -7,6 +7,7 @@ is installed it reads the file, because models name their sizes differently; wha
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +82,7 @@ def _state_layers(config: Any) -> StateLayers | None:
     carrying, layers = list(find_recurrent(decoder).values()), decoder_layers(decoder)
     if not carrying or not layers:
         return None
-    attending = sum(has_attention(layer) for layer in layers)
-    return StateLayers(len(carrying), attending, *_sizes(carrying[0], int(config.hidden_size)))
+    return StateLayers(len(carrying), sum(map(has_attention, layers)), *_sizes(carrying[0], int(config.hidden_size)))
 
 
 def _sizes(module: Any, hidden: int) -> tuple[int, int, int, tuple[int, ...]]:
@@ -159,24 +159,23 @@ def _refuse(fields: dict[str, Any]) -> None:
     except ImportError:
         return
     refused = None
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        # A few layers say all there is to say, where layers of no other kind come later.
-        for layers in (2, None):
-            try:
-                config = AutoConfig.for_model(**fields)
-                text = config.get_text_config()
-                for name, value in vars(text).items():
-                    if "drop" in name and isinstance(value, float):
-                        setattr(text, name, 0.0)
-                text.num_hidden_layers = min(layers or text.num_hidden_layers, text.num_hidden_layers)
-                with _quiet(), torch.device("meta"):
-                    model = kind.from_config(config)
-            except Exception:  # another kind of model, with code of its own, or none that this transformers knows
-                continue
-            try:
-                return refuse_model(model)
-            except CADUnsupportedError as error:
-                refused = error
+    # A few layers say all there is to say, where layers of no other kind come later.
+    for kind, layers in product((AutoModelForCausalLM, AutoModelForImageTextToText), (2, None)):
+        try:
+            config = AutoConfig.for_model(**fields)
+            text = config.get_text_config()
+            for name, value in vars(text).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(text, name, 0.0)
+            text.num_hidden_layers = min(layers or text.num_hidden_layers, text.num_hidden_layers)
+            with _quiet(), torch.device("meta"):
+                model = kind.from_config(config)
+        except Exception:  # another kind of model, with code of its own, or none that this transformers knows
+            continue
+        try:
+            return refuse_model(model)
+        except CADUnsupportedError as error:
+            refused = error
     if refused is not None:
         raise refused
 
