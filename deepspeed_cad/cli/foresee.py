@@ -17,11 +17,10 @@ from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_set
 from deepspeed_cad.cli.progress import progress, say, write
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.forecast import Cluster, Setting
-from deepspeed_cad.forecast.attention import of_documents
+from deepspeed_cad.forecast.attention import find_travel, of_documents
 from deepspeed_cad.forecast.bytes_held import loss_bytes
 from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, say_need
 from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, make_steps, say_cut
-from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RUNS, Foreseen
 from deepspeed_cad.layout import Layout
 

@@ -5,7 +5,7 @@ they go, bytes, memory. Pure Python and numpy, the real planner inside; no torch
 
     machine, setting            a GPU, links and collectives; a model, its work outside attention, how it is trained
     packing                     documents by name, how they become rows and steps
-    attention, state_layers     seconds of documents and tasks, what plans move; the same of layers that carry state
+    attention                   seconds of documents and tasks, what plans move; what layers that carry state move
     bytes_held                  memory
     schedule                    who waits for whom
     modes, modes_cad            what each mode does with a step

@@ -1,9 +1,10 @@
-"""Seconds of core attention, and of the exchanges of a plan in one layer.
+"""Seconds of core attention, and of the exchanges of a plan in one layer, those of layers that carry state included.
 
 In: documents and tasks with the cost model of a profile; what the planner counted that moves (`Flows`). Out: seconds of
 each rank, with forward and backward on the first axis of two, as all arrays of seconds in this room; bytes; when ranks
 are done with what they wait for. The model of a pass, and what it is in words: planner/finish.py. Beside reserved
-servers two parts of a micro-batch alternate (docs/interleave.md): `Part`.
+servers two parts of a micro-batch alternate (docs/interleave.md): `Part`. Where documents of a hybrid span ranks:
+`Travel` (docs/models.md); nothing hides these exchanges.
 
 The cost model has forward and backward together. They are told apart by what was measured: keys cost in backward only,
 where every task writes dK and dV of its whole prefix, and of the rest forward is a fixed share.
@@ -15,12 +16,25 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_cad.cost import CostModel, count_pairs
+from deepspeed_cad.forecast.bytes_held import HEADROOM
 from deepspeed_cad.forecast.machine import Machine
+from deepspeed_cad.forecast.setting import STATE, Setting
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
 from deepspeed_cad.planner.finish import end_of_pass, find_trips
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan
 from deepspeed_cad.schedule import build_slices
+from deepspeed_cad.shares import choose_groups, divide
+
+PASSES = 8.0
+"""Bytes read and written on a rank for each byte of its rows, counted in the code: put in the order of heads, packed,
+taken out of where they land, and put as the kernel takes them."""
+COPIES = 2.0 + 2.0 * HEADROOM
+"""Of what the kernel takes, beside what the layer would hold on one rank: as packed at home, as it came, and two
+landing areas, which take turns. In waves it would be less."""
+KERNELS = 2, 3
+"""Exchanges of a layer with a recurrent kernel, in a recompute and in the others: what the kernel takes, what it gives,
+and rows before pieces, which are kept."""
 
 
 def seconds(cost: CostModel, begin: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
@@ -186,3 +200,74 @@ def alternating_seconds(parts: list[Part], layers: int, before: float, backward:
                 now = now + own
                 home[number] = max(home[number], float(now.max()))
     return float(now.max())
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Of all layers of a micro-batch that carry state; seconds as often as they run."""
+
+    seconds: float
+    """Of exchanges, copies for them included, where a rank waits."""
+    late: float
+    """Of the kernels of the rank that runs most, beyond those of its own rows."""
+    own: float
+    """Of these layers without their MLPs on a rank's own rows of such documents."""
+    moved: Floats
+    """[2] bytes that all ranks send, inside hosts and between them, as often as layers run."""
+    busiest: float
+    """Rows for which that rank runs kernels, of all heads, over the most that a rank holds."""
+    held: float
+    """Bytes on the fullest rank, beside what the layer holds without."""
+    gathered: float
+    """Seconds that the same layers would wait and work longer than on a rank's own rows if each gathered the rows of
+    its documents and ran them whole, on each of their ranks."""
+
+
+def find_travel(setting: Setting, layout: Layout) -> Travel | None:
+    """None where nothing travels."""
+    state, machine, own = setting.model.state, setting.machine, layout.segments
+    if state is None or not own.begin.any():
+        return None
+    hosts = np.zeros(layout.ranks, np.int64) if setting.hosts is None else setting.hosts
+    sent, received, gathered = np.zeros((3, 2, layout.ranks))
+    inside, runs, whole = np.zeros((3, layout.ranks))
+    names, spread = own.count_ranks()
+    groups = choose_groups(state.heads, int(spread.max()))
+    for document in names[spread > 1]:
+        of = own.document == document
+        held = np.bincount(own.rank[of], weights=(own.end - own.begin)[of], minlength=layout.ranks)
+        share, there = divide(groups, held) / groups, held > 0
+        for amount, mine, theirs in ((sent, held, share), (received, share, held), (gathered, there, held)):
+            near = np.bincount(hosts, weights=theirs)[hosts]
+            amount[INSIDE] += mine * (near - theirs)
+            amount[BETWEEN] += mine * (theirs.sum() - near)
+        inside += held
+        runs += held.sum() * share
+        whole += held.sum() * there
+    size, most = 2.0 * (state.taken + state.given), float(layout.tokens.max())
+
+    def slowest(rows: Floats) -> float:
+        """Seconds of the busiest link for each byte of a row."""
+        return float(link_seconds(machine, rows).max())
+
+    def ran(forward: float, backward: float, kept: bool = False) -> float:
+        """In all of these layers."""
+        return state.count * float(setting.in_pass(np.array([forward, backward]), kept).sum())
+
+    once = slowest(np.maximum(sent, received)) * size + PASSES * size * float(inside.max()) / machine.memory_rate
+    again, every = KERNELS if state.taken else (0, 1)
+    calls = ran(every, every + again * setting.checkpointing, kept=True)
+    # Of a row: the kernel, and the whole layer without its MLP.
+    kernel = np.array(STATE) * (size / 2.0) / machine.memory_rate
+    layer = kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)
+    extra, redone = (float((layout.tokens - inside + rows).max()) - most for rows in (runs, whole))
+    gather = 2.0 * setting.model.hidden * slowest(gathered)
+    return Travel(
+        ran(once, once) + calls * machine.latency,
+        ran(*kernel) * max(0.0, extra),
+        ran(*layer) * float(inside.max()),
+        sent.sum(1) * (size * ran(1.0, 1.0)),
+        1.0 + max(0.0, extra) / most,
+        COPIES * 2.0 * state.taken * float(np.maximum(inside, runs).max()),
+        ran(*layer) * redone + ran(gather, gather),
+    )

@@ -20,6 +20,7 @@ from deepspeed_cad.forecast.attention import (
     Part,
     alternating_seconds,
     end_of_passes,
+    find_travel,
     flows_of,
     moved_bytes,
     of_documents,
@@ -31,7 +32,6 @@ from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, s
 from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
-from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.forecast.step import Foreseen, Seconds
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.pipeline.rounds import Rounds

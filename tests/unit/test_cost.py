@@ -32,9 +32,3 @@ def test_keys_begin_at_a_whole_tile() -> None:
     assert window_start(rows, 512).tolist() == [0, 0, 0, 3584, 3584]
     assert window_start(rows, 100).tolist() == [0, 0, 384, 3968, 3968]
     assert not window_start(rows, None).any()
-
-
-def test_many_tasks_at_once() -> None:
-    begin, end = np.array([0, 5, 7, 9]), np.array([3, 5, 9, 10])
-    assert PAIRS.of(begin, end).tolist() == [6.0, 0.0, 17.0, 10.0]
-    assert TERMS.of(begin, end, 4).tolist() == [6 + 3e3 + 3e6 + 1e9, 0.0, 8 + 2e3 + 9e6 + 1e9, 4 + 1e3 + 10e6 + 1e9]

@@ -252,17 +252,6 @@ def test_times_that_do_not_fit_are_not_written(
     assert Profile.load(path) == PROFILE, "what was there stays"
 
 
-def test_what_disturbed_one_measurement_is_measured_again(
-    timed: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timed += [11.0]
-    path = tmp_path / "profile.json"
-    assert cli.main(["profile", "--output", str(path)]) == 0
-    (entry,) = Profile.load(path).entries
-    np.testing.assert_allclose((entry.pair, entry.row, entry.key, entry.task), TRUE, rtol=1e-6)
-    assert (entry.error, capsys.readouterr().out.count("measuring once more")) == (0.0, 1)
-
-
 def test_the_default_file_is_the_one_that_auto_finds(
     timed: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.forecast.attention import (
     end_of_passes,
     flows_of,
-    of_pieces,
-    of_tasks,
-    read_others,
-    seconds,
 )
 from deepspeed_cad.forecast.bytes_held import (
     WHOLE_LOGITS,
@@ -33,14 +28,12 @@ from deepspeed_cad.forecast.bytes_held import (
 )
 from deepspeed_cad.forecast.machine import SHIPPED
 from deepspeed_cad.forecast.packing import NAMED
-from deepspeed_cad.forecast.schedule import non_attention, one_forward_one_backward, weight_seconds
+from deepspeed_cad.forecast.schedule import non_attention, weight_seconds
 from deepspeed_cad.forecast.setting import ModelShape, StateLayers
-from deepspeed_cad.forecast.state_layers import find_travel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, PlanInput
-from deepspeed_cad.schedule import HOME, ROWS, SERVER
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,34 +81,6 @@ def test_layers_that_carry_state_are_as_measured() -> None:
     found = modes.foresee_rows(own, "none", np.full((1, 2), 65536.0), np.zeros((2, 1, 2)), False)
     assert found.seconds.total == pytest.approx(np.mean(measured["step_seconds"]), rel=0.01)
     assert found.peak / 2**30 == pytest.approx(measured["peak_GiB"], rel=0.01)
-
-
-@pytest.mark.parametrize("lengths", [[100], [33, 5, 71, 3], [7, 90, 11, 200, 60]])
-def test_rows_of_layers_that_carry_state_travel_as_schedules_have_them(lengths: list[int]) -> None:
-    layout = Layout.from_stream(lengths, 4, -(-sum(lengths) // 4))
-    state = StateLayers(1, 3, 0, 1, 0, (2, 4))
-    own = replace(setting(per_host=2, checkpointing=False), model=replace(MODEL, state=state))
-    travel = find_travel(own, layout)
-    nobody: Any = None
-    hosts, moved, ran = np.arange(4) // 2, np.zeros(2), np.zeros(4)
-    for rank in range(4):
-        spanning = Spanning(layout, rank, nobody, 0, torch.device("cpu"))
-        heads = spanning.heads(4)
-        for slices in heads.waves[0].way.out.sends:
-            moved[int(hosts[slices[HOME]] != hosts[slices[SERVER]])] += slices[ROWS]
-        ran[rank] = layout.tokens[rank] - len(spanning.rows)
-        ran[rank] += sum(tokens * (end - begin) / 4 for tokens, begin, end in heads.waves[0].shares)
-    assert travel is not None
-    # Elements of two bytes, a quarter of which is of a group; there and, of gradients, back.
-    assert travel.moved == pytest.approx(moved / 4 * 2 * 2)
-    assert travel.busiest == pytest.approx(max(1.0, ran.max() / layout.tokens.max()))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 8])
-def test_pieces_of_documents_are_those_that_one_would_cut(parts: int) -> None:
-    edges = np.linspace(0, 16384, 2 * parts + 1).astype(int) if parts > 1 else np.array([0, 16384])
-    expected = seconds(COST, edges[:-1], edges[1:])
-    assert of_pieces(np.array([16384]), COST, parts)[:, 0] == pytest.approx(expected.sum(1))
 
 
 # Exchanges
@@ -170,23 +135,6 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     assert ends(waves=8, passes=3)[0] == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
 
 
-LENGTHS = [30000, 2000, 25000, 8536]
-
-
-@pytest.mark.parametrize(("waves", "rate"), [(1, 1e11), (4, 1e9)])
-@pytest.mark.parametrize(
-    "layout", [UNEVEN, *(Layout.from_stream(LENGTHS, 4, 16384, zigzag) for zigzag in (False, True))]
-)
-def test_ranks_are_done_when_the_planner_says(layout: Layout, rate: float, waves: int) -> None:
-    own = setting(per_host=2, figures=machine(copies=rate, between=rate / 4))
-    plan = modes_cad.plan_in_place(replace(own, waves=(waves,)), layout)
-    reads = read_others(plan.tasks, layout.segments)
-    alone, waiting = (of_tasks(tasks, own.cost, 4) for tasks in (plan.tasks, plan.tasks[reads]))
-    links = 1 / np.array([rate, rate / 4])
-    found = end_of_passes(flows_of(plan, layout.tick()), own.hosts, alone, waiting, np.zeros((2, 4)), links, waves)
-    assert found.sum(0).max() == pytest.approx(plan.finish.max(), rel=0.1)
-
-
 # Who waits for whom
 
 
@@ -222,17 +170,6 @@ def test_rows_that_are_not_equally_full_get_whole_layers_made_even(monkeypatch: 
     # Head and loss are no part of a layer.
     loss = own.work.loss * (65536 - 39322) / 2
     assert found.seconds.total - loss < 1.04 * even < attention_alone.seconds.total / 1.1
-
-
-# Pipelines
-
-
-@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
-def test_even_stages_take_as_long_as_the_formula_says(stages: int, count: int) -> None:
-    each = np.stack([np.ones((count, 1)), 2 * np.ones((count, 1))])
-    assert one_forward_one_backward(each, stages) == pytest.approx([3 * (count + stages - 1)])
-    # Head and loss of the last stage hold all others up.
-    assert one_forward_one_backward(each, stages, 1.0) == pytest.approx([3 * (count + stages - 1) + count])
 
 
 # Memory

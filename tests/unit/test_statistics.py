@@ -126,15 +126,6 @@ def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) ->
     assert f", {words}, " in session_lines.summary(facts)
 
 
-def test_other_ranks_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
-    session: Any = deepspeed_cad.current_session()
-    session.rank = 1
-    training.loss_sum(model, training.pack([torch.arange(9)]))
-    close_session()
-    assert "CAD is" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("level", "handler_level", "shown"),
     [(logging.INFO, logging.INFO, True), (logging.WARNING, logging.INFO, False), (logging.INFO, logging.ERROR, False)],

@@ -13,14 +13,12 @@ from deepspeed_cad.cli import main
 from deepspeed_cad.trace import (
     ASIDE,
     COMPUTE,
-    MODEL,
     NOT_TRACED,
     STEP,
     WARM_UP,
     Span,
     Tracer,
     merge_parts,
-    name_gaps,
     part_path,
     to_events,
 )
@@ -54,22 +52,6 @@ def test_events_of_a_rank() -> None:
         "local B": (COMPUTE, "backward", 0.0, 0.5e6, {"layer": "x"}),
         "served A": (ASIDE, "forward", 0.25e6, 0.25e6, {}),
     }
-
-
-def test_what_lies_between_spans_is_the_model() -> None:
-    gaps = name_gaps(
-        [
-            Span(STEP, "micro-batch 2", None, False, 0.0, 9.0),
-            Span(COMPUTE, "dispatch", 1, False, 1.0, 2.0),
-            Span(ASIDE, "served", 1, False, 2.0, 3.0),
-            Span(COMPUTE, "local", 1, False, 2.0 + 1e-6, 4.0),
-            Span(COMPUTE, "dispatch", 0, True, 5.0, 6.0),
-        ]
-    )
-    assert [(gap.lane, gap.what, gap.nano_batch, gap.backward, gap.begin, gap.end) for gap in gaps] == [
-        (COMPUTE, MODEL, 1, False, 0.0, 1.0), (COMPUTE, MODEL, 0, True, 4.0, 5.0),
-        (COMPUTE, MODEL, None, False, 6.0, 9.0),
-    ]  # fmt: skip
 
 
 def test_ranks_share_one_clock(tmp_path: Path) -> None:
