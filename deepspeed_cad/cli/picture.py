@@ -13,30 +13,32 @@ from deepspeed_cad.forecast.compare import MODES, Comparison, label
 from deepspeed_cad.planner.plan import Plan, PlanInput
 from deepspeed_cad.schedule import HOME, KIND, QUERY, ROWS, SERVER, build_slices
 
-LONGEST = 6
-"""Documents whose rows and head groups are drawn."""
 PARTS = ("non_attention", "attention", "optimizer", "exchange", "collectives", "waiting")
 BEFORE, AFTER = "#9aa0ab", "#2a6fdb"
 
 
-def draw_plan(problem: PlanInput, plan: Plan, path: str, numbers: list[int]) -> None:
-    """Load of each rank before and after, who sends to whom, and where the long documents went.
+def draw_plan(problem: PlanInput, plan: Plan, path: str) -> None:
+    """Load of each rank before and after, and who sends how much to whom.
 
-    `numbers`: names of the tick's documents. Raises CADError without matplotlib, as all of these do.
+    Raises CADError without matplotlib, as all of these do.
     """
-    longest = _most_moved(problem, plan)[:LONGEST]
-    rows = 1 + -(-len(longest) // 2)
-    figure, axes = _subplots(rows, 2, figsize=(13, 3.6 * rows), squeeze=False)
-    _draw_load(axes[0][0], plan, problem.cost.unit)
-    _draw_traffic(axes[0][1], problem, plan)
-    drawn = None
-    for place, axis in enumerate(axes[1:].flat):
-        if place < len(longest):
-            drawn = _draw_document(axis, problem, plan, longest[place], numbers[longest[place]])
-        else:
-            axis.axis("off")
-    if drawn is not None:
-        figure.colorbar(drawn, ax=axes[1:], label="server", shrink=0.8)
+    figure, (load, traffic) = _subplots(1, 2, figsize=(13, 3.6))
+    ranks = np.arange(len(plan.load))
+    load.bar(ranks - 0.2, plan.load_before, 0.4, color=BEFORE, label=f"before: max/mean {plan.imbalance_before:.2f}")
+    load.bar(ranks + 0.2, plan.load, 0.4, color=AFTER, label=f"after: max/mean {plan.imbalance:.3f}")
+    load.axhline(plan.load.mean(), color="black", linewidth=0.8, linestyle="--")
+    load.set(title="Attention per rank", xlabel="rank", ylabel=problem.cost.unit)
+    load.legend(frameon=False)
+    shape, moved = problem.shape, build_slices(problem.tick, plan.tasks, problem.window).table
+    moved = moved[moved[:, HOME] != moved[:, SERVER]]
+    there = np.where(moved[:, KIND] == QUERY, shape.query_bytes, shape.key_value_bytes) * moved[:, ROWS]
+    back = np.where(moved[:, KIND] == QUERY, shape.output_bytes, 0) * moved[:, ROWS]
+    table = np.zeros((problem.tick.ranks, problem.tick.ranks))
+    np.add.at(table, (moved[:, HOME], moved[:, SERVER]), there / 2**20)
+    np.add.at(table, (moved[:, SERVER], moved[:, HOME]), back / 2**20)
+    title = f"Moved in one layer's forward: {table.sum():.0f} MiB"
+    traffic.set(title=title, xlabel="to rank", ylabel="from rank")
+    figure.colorbar(traffic.imshow(table, cmap="magma_r"), ax=traffic, label="MiB")
     _save(figure, path)
 
 
@@ -93,58 +95,6 @@ def draw_step(comparison: Comparison, path: str) -> None:
     axis.set(xlabel="seconds of a step, mean rank")
     axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, 1.16), fontsize=9)
     _save(figure, path)
-
-
-def _most_moved(problem: PlanInput, plan: Plan) -> list[int]:
-    """Documents, those that were cut first, the longest of either kind first."""
-    segments = problem.tick.query
-    lengths = np.zeros(int(segments.document.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(lengths, segments.document, segments.end)
-    tasks, before = (np.bincount(column, minlength=len(lengths)) for column in (plan.tasks[:, 0], segments.document))
-    order = np.lexsort((-lengths, tasks <= before))
-    return [int(document) for document in order if lengths[document]]
-
-
-def _draw_load(axis: Any, plan: Plan, unit: str) -> None:
-    ranks = np.arange(len(plan.load))
-    axis.bar(ranks - 0.2, plan.load_before, 0.4, color=BEFORE, label=f"before: max/mean {plan.imbalance_before:.2f}")
-    axis.bar(ranks + 0.2, plan.load, 0.4, color=AFTER, label=f"after: max/mean {plan.imbalance:.3f}")
-    axis.axhline(plan.load.mean(), color="black", linewidth=0.8, linestyle="--")
-    axis.set(title="Attention per rank", xlabel="rank", ylabel=unit)
-    axis.legend(frameon=False)
-
-
-def _draw_traffic(axis: Any, problem: PlanInput, plan: Plan) -> None:
-    shape, moved = problem.shape, build_slices(problem.tick, plan.tasks, problem.window).table
-    moved = moved[moved[:, HOME] != moved[:, SERVER]]
-    there = np.where(moved[:, KIND] == QUERY, shape.query_bytes, shape.key_value_bytes) * moved[:, ROWS]
-    back = np.where(moved[:, KIND] == QUERY, shape.output_bytes, 0) * moved[:, ROWS]
-    table = np.zeros((problem.tick.ranks, problem.tick.ranks))
-    np.add.at(table, (moved[:, HOME], moved[:, SERVER]), there / 2**20)
-    np.add.at(table, (moved[:, SERVER], moved[:, HOME]), back / 2**20)
-    image = axis.imshow(table, cmap="magma_r")
-    axis.set(title=f"Moved in one layer's forward: {table.sum():.0f} MiB", xlabel="to rank", ylabel="from rank")
-    axis.figure.colorbar(image, ax=axis, label="MiB")
-
-
-def _draw_document(axis: Any, problem: PlanInput, plan: Plan, document: int, name: int) -> Any:
-    """Rows along x, head groups along y, the colour is the server; dashed lines are borders between home ranks."""
-    ranks, groups = problem.tick.ranks, problem.shape.groups
-    mine = plan.tasks[plan.tasks[:, 0] == document]
-    edges = np.unique(mine[:, 1:3])
-    servers = np.full((groups, len(edges) - 1), np.nan)
-    for _, begin, end, group, group_end, server in mine.tolist():
-        low, high = np.searchsorted(edges, (begin, end))
-        servers[group:group_end, low:high] = server
-    mesh = axis.pcolormesh(
-        edges, np.arange(groups + 1), np.ma.masked_invalid(servers), cmap="turbo", vmin=0, vmax=max(ranks - 1, 1)
-    )
-    own = problem.tick.query.select(problem.tick.query.document == document)
-    for begin in own.begin[1:]:
-        axis.axvline(begin, color="white", linestyle="--", linewidth=1)
-    homes = ", ".join(map(str, own.rank[:8])) + ("…" if len(own) > 8 else "")
-    axis.set(title=f"Document {name}, at home on {homes}", xlabel="row", ylabel="head group")
-    return mesh
 
 
 def _subplots(*shape: int, **options: Any) -> Any:

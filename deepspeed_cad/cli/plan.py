@@ -143,7 +143,7 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     if args.plot:
         from deepspeed_cad.cli.picture import draw_plan
 
-        draw_plan(question.problem, plan, args.plot, question.number)
+        draw_plan(question.problem, plan, args.plot)
     least = plan.load.min() / plan.load.mean() if plan.load.any() else 1.0
     lines = [
         f"attention max/mean {plan.imbalance_before:.3f} -> {plan.imbalance:.3f}, min/mean {least:.3f}; moved "
