@@ -1,9 +1,8 @@
 """The build backend: setuptools, and a C++ compiler from PyPI where the machine has none. It is not installed.
 
 In: csrc/*.cpp and the compiler that is found. Out: the library, compiled without torch, nvcc or Python headers, for
-setup.py, which pip runs by the hooks below. Where there is no compiler, they ask pip for `ziglang`, a package that
-holds one. Without build isolation (`--no-build-isolation`, `make native`) nothing is downloaded, and the error says
-what to install.
+setup.py, which pip runs by the hooks below. Where there is no compiler, they ask pip for `ziglang`, which holds one.
+Without build isolation nothing is downloaded, and the error says what to install.
 """
 
 from __future__ import annotations

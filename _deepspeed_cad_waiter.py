@@ -1,9 +1,8 @@
 """Waits for the import of a module, and acts once it has run.
 
-In: names of modules, and what to call with each of them. Out: a finder in `sys.meta_path` until all were imported. Lies
-beside the package and imports nothing that is not loaded already, because every Python process loads it; knows nothing
-of the package. It never acts on `find_spec` alone: transformers and accelerate call that to see whether deepspeed is
-there.
+In: names of modules, and what to call with each of them. Out: a finder in `sys.meta_path` until all were imported.
+Imports nothing that is not loaded already, because every Python process loads it; knows nothing of the package. Never
+acts on `find_spec` alone: transformers and accelerate call that to see whether deepspeed is there.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """Finds, loads and calls the compiled library `_native.so` through ctypes.
 
-In: the file that installing put beside this one. Out: a `ctypes.CDLL`, or one CADError that says why there is none and
-what to do: nothing of CAD runs without it. Its plain C interface depends on no version of Python or torch.
+In: the file that installing put beside this one. Out: a `ctypes.CDLL`, or one CADError that says why there is none.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
 """`deepspeed-cad doctor`: what is installed, what works here (each tried), and how to get what is missing.
 
 In: this machine. Out: a report for people, or JSON; exit code 0 where the core works: torch and numpy, the compiled
-library, one kernel and one transport. `ds_report` prints the same last line. A probe never ends the command: what fails
-is a finding with the reason.
+library, one kernel and one transport. What fails is a finding with the reason, and never ends the command.
 """
 
 import argparse

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_cad.cli.data.checkpoint import read_model_shape
+from deepspeed_cad.cli.data.documents import list_files, read_lengths
 from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_setting, wanted_modes
+from deepspeed_cad.cli.picture import draw_curves, draw_evenness, draw_step
 from deepspeed_cad.cli.progress import progress, say, write
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.forecast import Cluster, Setting
@@ -30,9 +33,6 @@ SWEEP_STEPS = 4
 
 def foresee_steps(args: argparse.Namespace) -> int:
     """Read the data, foresee every mode, say what was found; returns the exit code."""
-    from deepspeed_cad.cli.data.checkpoint import read_model_shape
-    from deepspeed_cad.cli.data.documents import list_files, read_lengths
-
     check_options(args)
     if args.input[1:] or args.input[0] not in NAMED:
         list_files(args.input)
@@ -51,7 +51,6 @@ def foresee_steps(args: argparse.Namespace) -> int:
                 f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
                 f"with {args.context} tokens: give more data, fewer --ranks or a smaller --context"
             )
-
         tell("planning")
         fewer = partial(make_steps, lengths, setting, rows, len(steps))
         comparison = compare(setting, steps, modes, servers, tell, fewer)
@@ -76,9 +75,7 @@ def foresee_steps(args: argparse.Namespace) -> int:
             "tokens": sum(lengths),
             "longest": max(lengths),
             "skipped": skipped,
-            "ranks": args.ranks,
-            "context": args.context,
-            "packing": args.packing,
+            **{name: getattr(args, name) for name in ("ranks", "context", "packing")},
             "full": full,
             "gain": float(np.mean(gains)) if gains else None,
             "state_layers": state,
@@ -87,8 +84,6 @@ def foresee_steps(args: argparse.Namespace) -> int:
         }
         write(summary, args)
         if args.plot:
-            from deepspeed_cad.cli.picture import draw_evenness
-
             draw_evenness(evenness, args.plot)
         if args.pictures:
             for name in draw(comparison, setting, lengths, args, modes, tell):
@@ -243,7 +238,6 @@ def draw(
     tell: Callable[[str], None],
 ) -> list[str]:
     """Write four pictures into the folder --pictures; returns their names."""
-    from deepspeed_cad.cli.picture import draw_curves, draw_step
 
     def at(
         modes: Sequence[str], ranks: int = args.ranks, context: int = args.context, servers: int | None = None

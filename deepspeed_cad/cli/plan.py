@@ -1,8 +1,7 @@
 """`deepspeed-cad plan`: plan one micro-batch, or foresee training steps on a data set in every mode.
 
-In: a JSON file with document lengths and the heads of a layer, or a data set: texts, lengths, or the name of a
-distribution; what a .json file holds says which. Out: a plan as JSON and a picture, or a table of modes, a sentence
-that says which one to take, JSON and pictures.
+In: a JSON file with document lengths and the heads of a layer, or a data set: texts, lengths, or a distribution's name.
+Out: a plan as JSON and a picture, or a table of modes, a sentence that says which one to take, JSON and pictures.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """`deepspeed-cad trace --steps 3 --output trace.json -- torchrun … train.py`: a few steps of any run as one timeline.
 
-In: the command that starts the run. Out: its exit code, the timeline of all ranks as a file for https://ui.perfetto.dev
-or chrome://tracing, and how long each rank was idle. On several machines the config key "trace" says the same, with a
-path in a folder that all ranks see.
+In: the command that starts the run. Out: its exit code, the timeline of all ranks as a file, and how long each rank was
+idle. On several machines the config key "trace" says the same, with a path in a folder that all ranks see.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Memory of the fullest rank: weights and their state, activations, and what attention's exchanges hold.
 
-Counts are per token and rank in bf16; peaks are what torch allocates, as in measured runs. The working set of a layer
-that is being recomputed was found by measuring plain training (benchmarks/results: 277 KB a token at hidden 4096 and
-FFN 14336): the MLP's backward holds four tensors of its width and three gradients of them, and what is left is nine and
-a half of the hidden size, norms in fp32 among them.
+Counts are per token and rank in bf16; peaks are what torch allocates. The working set of a layer that is being
+recomputed was measured in plain training (277 KB a token at hidden 4096 and FFN 14336): the MLP's backward holds four
+tensors of its width and three gradients of them; what is left is nine and a half of the hidden size, in part fp32.
 """
 
 import numpy as np

@@ -1,15 +1,13 @@
 """A machine: what one GPU and its links reach in training, each figure with where it comes from; and a cluster of them.
 
 In: a JSON file of machines/, by name, or one of your own. Out: `Machine`. Attention is not in it: that is a
-`CostModel`, made from a profile (`deepspeed-cad profile`). A `Cluster` says how long collectives take. Members of a
-group lie `stride` ranks apart: data-parallel neighbours are `tensor` ranks apart where tensor parallelism takes the
-ranks between.
+`CostModel`, made from a profile. A `Cluster` says how long collectives take. Members of a group lie `stride` ranks
+apart: as far as tensor parallelism takes the ranks between.
 
 A file has all figures, or is `like` another and has published ones and what was measured. Where nothing was, a machine
-is taken to reach the same share of what is published as the other. Published are, for one GPU: dense bf16 operations a
-second, bandwidth and size of its memory, NVLink and network port in one direction, by NVIDIA's data sheets of A100 80GB
-SXM, H100 SXM, H200 SXM and DGX B200; attention by the papers of FlashAttention 2 (arXiv 2307.08691: A100, 230 TFLOP/s),
-3 (2407.08608: H100, 740) and 4 (B200, 1613).
+is taken to reach the same share of what is published as the other. Published figures are those of NVIDIA's data sheets
+of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200; attention by the papers of FlashAttention 2 (arXiv 2307.08691: A100,
+230 TFLOP/s), 3 (2407.08608: H100, 740) and 4 (B200, 1613).
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 In: a setting and the layouts of a step's micro-batches. Out: `Foreseen`.
 
 In place, all ranks meet in every layer, forward and backward. An exchange is hidden behind the attention that a rank
-runs meanwhile (`"overlap": "local_first"`). With pipelines the stages run in lockstep rounds (pipeline/rounds.py),
-a forward and a backward tick each, and one plan spreads the attention of all stages over all ranks: idle stages serve.
-With reserved servers two parts alternate (interleaved.py), so that other layers hide exchanges too, and finish times
-are equalised: what a trainer computes besides is its base load.
+runs meanwhile. With pipelines the stages run in lockstep rounds (pipeline/rounds.py), a forward and a backward tick
+each, and one plan spreads the attention of all stages over all ranks. With reserved servers two parts alternate, so
+that other layers hide exchanges too, and finish times are equalised: what a trainer computes besides is its base load.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,7 @@
-"""Documents, and how they become the rows of GPUs: in their order, as TRL's `packing_strategy` packs them, or as
-trainers of rollouts deal them out.
+"""Documents, and how they become the rows of GPUs: in their order, as TRL packs them, or as trainers of rollouts do.
 
 In: document lengths, or the name of a distribution that ships; a setting. Out: steps, each the layouts of its
-micro-batches; and a sentence on what happens to documents that are longer than a row. A rank whose row has more tokens
-than its documents has a batch of samples that are padded to the longest.
+micro-batches. A rank whose row has more tokens than its documents has samples that are padded to the longest.
 """
 
 import math
@@ -180,12 +178,11 @@ def pack(
 
 
 def deal_by_length(lengths: Sequence[int], ranks: int, rows: Rows) -> Iterator[list[Layout]]:
-    """Steps of `rows.batch` documents a rank, each as the layouts of its micro-batches; the last, partial one is left
-    out.
+    """Steps of `rows.batch` documents a rank, each as the layouts of its micro-batches, without the last, partial one.
 
-    As trainers of rollouts deal them out by themselves: first as many to every rank, then those of a rank to as many
-    micro-batches as the rank with most needs, so that each holds at most `rows.context` tokens; every time the longest
-    first to whoever has least of what `rows.packing` goes by. On all ranks the micro-batch with most of it comes first.
+    As trainers of rollouts deal them out: first as many to every rank, then those of a rank to as many micro-batches as
+    the rank with most needs to hold at most `rows.context` tokens in each; every time the longest first to whoever has
+    least of what `rows.packing` goes by. On all ranks the micro-batch with most of it comes first.
     """
     whole = [min(length, rows.context) for length in lengths if length > 0]
     size = ranks * rows.batch

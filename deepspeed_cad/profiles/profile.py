@@ -1,8 +1,7 @@
 """A machine profile: what one kernel costs on one machine, for the head shapes that were measured.
 
 In: JSON. Out: `Profile`, which gives the cost model for any head shape, scaled from the nearest that was measured.
-`choose_profile` says which one this machine uses: the same on ranks with the same hardware and files, which they
-compare before the first step.
+`choose_profile` says which one this machine uses.
 """
 
 from __future__ import annotations
