@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import list_files, read_lengths
-from deepspeed_cad.cli.options import HOST, check_options, make_folder, read_setting, wanted_modes
+from deepspeed_cad.cli.options import HOST, check_options, read_setting, wanted_modes
 from deepspeed_cad.cli.picture import draw_curves, draw_evenness, draw_step
 from deepspeed_cad.cli.progress import progress, say, write
 from deepspeed_cad.errors import CADDataError, CADError
@@ -253,7 +254,7 @@ def draw(
         tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))
         return compare(other, steps, modes, servers, fewer=partial(make_steps, data, other, rows, len(steps)))
 
-    folder, replica = make_folder(args.pictures), setting.sharing * setting.pipeline
+    folder, replica = Path(args.pictures), setting.sharing * setting.pipeline
     ranks = {args.ranks * times // 8 for times in (1, 2, 4, 8, 16, 32) if args.ranks * times % 8 == 0}
     context = {args.context * times // 4 for times in (1, 2, 4, 8, 16) if args.context * times % 4 == 0}
     curves = {

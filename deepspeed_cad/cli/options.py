@@ -49,7 +49,10 @@ def check_options(args: argparse.Namespace) -> None:
     make_cluster(args)
     # What cannot be written is said before the work, not behind it.
     if args.pictures:
-        make_folder(args.pictures)
+        try:
+            Path(args.pictures).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CADConfigError(f"--pictures: {args.pictures} cannot be made: {error.strerror}") from error
     for name in ("output", "plot"):
         target = getattr(args, name)
         if target and target != "-" and not Path(target).parent.is_dir():
@@ -126,13 +129,3 @@ def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     if not args.reserve.isdigit():
         raise CADConfigError(f'--reserve is {args.reserve!r}; expected "auto", "none" or a number of GPUs')
     return names, int(args.reserve)
-
-
-def make_folder(given: str) -> Path:
-    """The folder of --pictures; raises CADConfigError where it cannot be made."""
-    folder = Path(given)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CADConfigError(f"--pictures: {folder} cannot be made: {error.strerror}") from error
-    return folder

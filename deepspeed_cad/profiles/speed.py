@@ -56,7 +56,12 @@ def find_speeds(
         )
         return None
     # All at once: GPUs of one host share power and cooling, and they do so while training.
-    took = np.array(gather(_nanoseconds(device, kernel)), np.float64) / 1e9
+    mine, kind = FAILED, device.type
+    try:
+        mine = round(_time(device, kernel, TOKENS[kind], REPEATS[kind], BUDGET[kind]) * 1e9)
+    except Exception as error:  # whatever a kernel raises: the other ranks wait for this one's number
+        logger.warning("attention was not timed: %s", error)
+    took = np.array(gather(mine), np.float64) / 1e9
     failed = np.flatnonzero(took <= FAILED)
     if len(failed):
         logger.warning(
@@ -105,16 +110,6 @@ def call_shape(device: torch.device) -> HeadShape:
     """Heads of the call that is timed: one group, some hundred MB on a GPU beside a model that is there already."""
     shape = replace(USUAL_SHAPE, query_heads=USUAL_SHAPE.heads_per_group, groups=1)
     return replace(shape, bytes_per_element=4) if device.type == "cpu" else shape
-
-
-def _nanoseconds(device: torch.device, kernel: str) -> int:
-    """Of the call for speeds; FAILED where it does not run."""
-    kind = device.type
-    try:
-        return round(_time(device, kernel, TOKENS[kind], REPEATS[kind], BUDGET[kind]) * 1e9)
-    except Exception as error:  # whatever a kernel raises: the other ranks wait for this one's number
-        logger.warning("attention was not timed: %s", error)
-        return FAILED
 
 
 def _time(device: torch.device, kernel: str, tokens: int, repeats: int, budget: float) -> float:
