@@ -217,11 +217,12 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
      growth),
 ]  # fmt: skip
-DEALT = "h100x2/dealt_chat_4_5d16fe3.json"
+DEALT, PADDED = "h100x2/dealt_chat_4_5d16fe3.json", "h100x2/dealt_chat_4_padded_b1cdf08.json"
 DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "steps": [
         *(
-            (f"| {words} | {{:,.0f}} | {{:.2f}} | {{:.2f}} |", DEALT, partial(dealt, mode=mode))
+            (f"| {words} | {{:,.0f}} | {{:.2f}} | {{:.2f}} | {{:,.0f}} | {{:.2f}} | {{:.2f}} |", (DEALT, PADDED),
+             lambda *results, mode=mode: [figure for one in results for figure in dealt(one, mode)])
             for words, mode in (
                 ("plain", "plain:kept"), ("plain, `group_by_length`", "grouped:kept"), ('CAD, `"keep"`', "cad"),
                 ("CAD, dealt out", "dealt"),

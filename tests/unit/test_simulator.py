@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.forecast.attention import (
-    end_of_passes,
-    flows_of,
-)
+from deepspeed_cad.forecast.attention import end_of_passes, find_travel, flows_of
 from deepspeed_cad.forecast.bytes_held import (
     WHOLE_LOGITS,
     activation_bytes,
@@ -34,6 +32,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import WAVE_SECONDS
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows, PlanInput
+from deepspeed_cad.schedule import HOME, ROWS, SERVER
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +80,27 @@ def test_layers_that_carry_state_are_as_measured() -> None:
     found = modes.foresee_rows(own, "none", np.full((1, 2), 65536.0), np.zeros((2, 1, 2)), False)
     assert found.seconds.total == pytest.approx(np.mean(measured["step_seconds"]), rel=0.01)
     assert found.peak / 2**30 == pytest.approx(measured["peak_GiB"], rel=0.01)
+
+
+@pytest.mark.parametrize("lengths", [[100], [33, 5, 71, 3], [7, 90, 11, 200, 60]])
+def test_rows_of_layers_that_carry_state_travel_as_schedules_have_them(lengths: list[int]) -> None:
+    layout = Layout.from_stream(lengths, 4, -(-sum(lengths) // 4))
+    state = StateLayers(1, 3, 0, 1, 0, (2, 4))
+    own = replace(setting(per_host=2, checkpointing=False), model=replace(MODEL, state=state))
+    travel = find_travel(own, layout)
+    nobody: Any = None
+    hosts, moved, ran = np.arange(4) // 2, np.zeros(2), np.zeros(4)
+    for rank in range(4):
+        spanning = Spanning(layout, rank, nobody, 0, torch.device("cpu"))
+        (wave,) = spanning.heads(4)
+        for slices in wave.schedule.sends:
+            moved[int(hosts[slices[HOME]] != hosts[slices[SERVER]])] += slices[ROWS]
+        ran[rank] = layout.tokens[rank] - len(spanning.rows)
+        ran[rank] += sum(tokens * (end - begin) / 4 for tokens, begin, end in wave.shares)
+    assert travel is not None
+    # Elements of two bytes, a quarter of which is of a group; there and, of gradients, back.
+    assert travel.moved == pytest.approx(moved / 4 * 2 * 2)
+    assert travel.busiest == pytest.approx(max(1.0, ran.max() / layout.tokens.max()))
 
 
 # Exchanges
