@@ -15,7 +15,6 @@ from deepspeed_cad.trace import (
     COMPUTE,
     NOT_TRACED,
     STEP,
-    WARM_UP,
     Span,
     Tracer,
     merge_parts,
@@ -24,15 +23,6 @@ from deepspeed_cad.trace import (
 )
 
 CPU = torch.device("cpu")
-
-
-def recording(folder: Path, steps: int = 1) -> Tracer:
-    """A tracer that records."""
-    tracer = Tracer(str(folder / "trace.json"), steps, CPU, 0, 1)
-    for _ in range(WARM_UP + 1):
-        tracer.next_micro_batch()
-    assert tracer.recording
-    return tracer
 
 
 def test_events_of_a_rank() -> None:
@@ -67,27 +57,6 @@ def test_ranks_share_one_clock(tmp_path: Path) -> None:
         {"name": "lane"}, {"name": "x", "ts": 5.0, "dur": 0.123},
     ]  # fmt: skip
     assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_micro_batches_of_a_recording(tmp_path: Path) -> None:
-    tracer = recording(tmp_path, steps=2)
-    with tracer.span("local", 1, "layer 5", True):
-        pass
-    with pytest.raises(KeyError), tracer.span("served", 0, "layer 5", False, aside=True):
-        raise KeyError
-    spans = [(s.lane, s.what, s.nano_batch, s.backward, s.details) for s in tracer._spans[1:]]
-    details = {"layer": "layer 5"}
-    assert spans == [(COMPUTE, "local", 1, True, details), (ASIDE, "served", 0, False, details)]
-    tracer.next_micro_batch()
-    assert tracer.recording
-    tracer.next_micro_batch()
-    assert not tracer.recording and not tracer._spans
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    steps = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("micro-batch ")]
-    assert [name for name, _, _ in steps] == [f"micro-batch {WARM_UP + i}" for i in range(2)]
-    assert steps[0][2] == pytest.approx(steps[1][1], abs=0.01)
-    tracer.next_micro_batch()
-    assert not tracer.recording
 
 
 def test_nothing_is_recorded_while_off(tmp_path: Path) -> None:
