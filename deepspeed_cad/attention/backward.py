@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BackwardStarted:
-    """dO, and Q, K, V where servers do not keep them, are on their way."""
+    """dO, Q, K and V are on their way."""
 
     do_THV: torch.Tensor
     q_THD: torch.Tensor
@@ -70,11 +70,14 @@ def start_backward(
     v_UKV: torch.Tensor,
     at_once: bool = True,
 ) -> BackwardStarted:
-    """Start sending dO, and Q, K, V once more; `at_once` as in start_forward."""
-    fields = [
-        Outgoing(QUERY, by_group(do_THV, k_UKD)), Outgoing(QUERY, by_group(q_THD, k_UKD)),
-        Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV),
-    ]  # fmt: skip
+    """Start sending dO, Q, K, V once more, and O and LSE where servers keep none; `at_once` as in start_forward."""
+    travel = setup.modes.results_travel
+    rows = [by_group(x, k_UKD) for x in (do_THV, q_THD, *([kept.o_THV] if travel else []))]
+    if travel:
+        # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
+        lse_TKG = kept.lse_TH.unflatten(1, (k_UKD.shape[1], -1))
+        rows.append(lse_TKG.transpose(0, 1).contiguous().transpose(0, 1))
+    fields = [Outgoing(QUERY, x) for x in rows] + [Outgoing(KEY, x) for x in (k_UKD, v_UKV)]
     out = setup.dispatch(fields, backward=True)
     if at_once:
         setup.begin(out, backward=True)
@@ -109,7 +112,12 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
         run_local_backward(setup, batches, home, k, v, own.dk_UKD, own.dv_UKV)
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived, own)
+        if setup.modes.results_travel:
+            do_RW, q_RW, o_RW, lse_RG, *keys = arrived
+            served, arrived = ServedOutputs(o_RW.unflatten(1, (-1, v.shape[2])), lse_RG), [do_RW, q_RW, *keys]
+        else:
+            served = kept.served[wave]
+        made = serve_arrived_backward(setup, wave, started, served, arrived, own)
         return None, setup.give_back(wave, gradients_back(made, own, landing), backward=True)
 
     _, back = run_tasks(setup, started.out, run, serve, backward=True)

@@ -121,12 +121,13 @@ def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     def run(batches: Batches) -> None:
         run_local(setup, batches, q, k, v, o, lse, sinks)
 
-    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
+    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs | None, Returned]:
         served = serve_arrived(setup, wave, started, arrived, o, lse)
-        return served, setup.give_back(wave, outputs_back(started, served, o, lse))
+        back = setup.give_back(wave, outputs_back(setup, started, served, o, lse))
+        return (None if setup.modes.results_travel else served), back
 
-    served, back = run_tasks(setup, started.out, run, serve)
-    return ForwardServed(started, o, lse, served, back)
+    made, back = run_tasks(setup, started.out, run, serve)
+    return ForwardServed(started, o, lse, tuple(one for one in made if one is not None), back)
 
 
 def serve_arrived(
@@ -150,12 +151,12 @@ def serve_arrived(
 
 
 def outputs_back(
-    started: ForwardStarted, served: ServedOutputs, o_THV: torch.Tensor, lse_TH: torch.Tensor
+    setup: CallSetup, started: ForwardStarted, served: ServedOutputs, o_THV: torch.Tensor, lse_TH: torch.Tensor
 ) -> list[Returning]:
     """O of served tasks, and LSE where backward at home needs it, to be placed in `o_THV` and `lse_TH` there."""
     groups = started.k_UKD.shape[1]
     fields = [Returning(QUERY, served.o_RGV.flatten(1), o_THV.unflatten(1, (groups, -1)).flatten(2))]
-    if started.sinks_H is not None:
+    if started.sinks_H is not None or setup.modes.results_travel:
         # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
         fields.append(Returning(QUERY, served.lse_RG.contiguous(), lse_TH.unflatten(1, (groups, -1))))
     return fields

@@ -20,11 +20,11 @@ from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_sched
 from deepspeed_cad.attention.layer import LayerInput, MicroBatchOrders, PlanKey, PlannedTick, kernel_need
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import hand_over, in_backward
-from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
-from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import OUT
@@ -49,6 +49,9 @@ class Modes:
     """A backward will come, as far as is known in the forward."""
     parking: Parking | None = None
     """Where what is kept waits for backward; None: on the device."""
+    results_travel: bool = False
+    """O and LSE of all rows are kept at home and go along with dO: a row's backward may run on another rank than its
+    forward, as in a pipeline, so servers keep nothing."""
 
 
 CallOrders = Callable[[bool, bool, int], None]

@@ -225,7 +225,7 @@ class PipelineBinding:
         schedule = part.schedule(key_of(kind), 0)
         return CallSetup(
             schedule, session.kernel(kernel_need(kind, session.device)), part.transport, kind.rule,
-            Modes(local_first=session.config.overlap != "none", parking=session.parking), part.counts,
+            Modes(session.config.overlap != "none", parking=session.parking, results_travel=True), part.counts,
             label=label, aside=part.aside if schedule.beside else None, turn=planned.turn, layer=tick,
         )  # fmt: skip
 

@@ -28,8 +28,8 @@ from deepspeed_cad.exchange.failure.patience import PAUSE_S, wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.probe import NAMES, Opened, open_transport
-from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.launch import Split
+from deepspeed_cad.server.sockets import Door
 from deepspeed_cad.threads import run_aside
 from deepspeed_cad.version import __version__
 

@@ -28,8 +28,8 @@ from deepspeed_cad.exchange.probe import Opened, with_links
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
-from deepspeed_cad.server.handshake import Listener
 from deepspeed_cad.server.launch import Split
+from deepspeed_cad.server.links import TrainerLinks
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import (
     Abandoned,
@@ -45,7 +45,7 @@ from deepspeed_cad.server.meeting import (
     why_not_change,
 )
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.trainers import TrainerLinks
+from deepspeed_cad.server.sockets import Listener
 
 logger = logging.getLogger("deepspeed_cad")
 

@@ -43,9 +43,8 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import Floats
-from deepspeed_cad.server.handshake import CONNECT_S, connect_to
 from deepspeed_cad.server.launch import Split
-from deepspeed_cad.server.link import ServerLink
+from deepspeed_cad.server.links import ServerLink
 from deepspeed_cad.server.meeting import (
     ASKED,
     Hello,
@@ -60,6 +59,7 @@ from deepspeed_cad.server.meeting import (
     why_not_change,
 )
 from deepspeed_cad.server.orders import REGROUP, TRACE, Leader
+from deepspeed_cad.server.sockets import CONNECT_S, connect_to
 from deepspeed_cad.trace import WARM_UP, Tracer
 
 logger = logging.getLogger("deepspeed_cad")

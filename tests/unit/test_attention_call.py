@@ -20,7 +20,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.pipeline.tick_call import TickCall
+from deepspeed_cad.pipeline.phase import TickCall
 from deepspeed_cad.planner.plan import Plan
 from deepspeed_cad.schedule import build_slices, schedule_rank
 
@@ -218,7 +218,7 @@ def tick_call() -> TickCall:
     tick = layout.tick()
     slices = build_slices(tick, whole_rank_tasks(layout, GROUPS), None)
     schedule = upload_schedule(schedule_rank(tick, slices, 0, GROUPS, None), CPU)
-    setup = CallSetup(schedule, TorchMath(), None, MaskRule(1.0), Modes(), CallCounts(), label=LABEL)
+    setup = CallSetup(schedule, TorchMath(), None, MaskRule(1.0), Modes(results_travel=True), CallCounts(), label=LABEL)
     return TickCall(setup, lambda: setup)
 
 

@@ -15,7 +15,7 @@ from gpu_clock import Clock
 from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
 from deepspeed_cad.forecast.exchanges import Part, alternating_seconds
-from deepspeed_cad.server.serving import ServedPass
+from deepspeed_cad.server.loop import ServedPass
 
 LAYERS = 12
 Call = tuple[int, int]

@@ -13,9 +13,8 @@ from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.plan import Learned
 from deepspeed_cad.attention.microbatch import PlanKey
-from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.feedback.non_attention import NonAttention, middle
+from deepspeed_cad.feedback.non_attention import NonAttention, Stretches, StretchTimes, middle
 from deepspeed_cad.layout import segments_from_cumulative
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.planner.constants import FORWARD_SHARE
@@ -29,7 +28,7 @@ KEY = PlanKey(None, SHAPE)
 
 def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=5.0)
-    monkeypatch.setattr("deepspeed_cad.attention.non_attention.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("deepspeed_cad.feedback.non_attention.time", SimpleNamespace(perf_counter=lambda: clock.now))
     times = StretchTimes()
     here = Stretches(times, torch.device("cpu"), 10)
     here.end(0, False)  # before the first layer lies the embedding

@@ -12,7 +12,7 @@ from deepspeed_cad.attention.overlap import run_tasks
 from deepspeed_cad.attention.setup import WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.waits import Waits
-from deepspeed_cad.server.serving import ServedPass
+from deepspeed_cad.server.loop import ServedPass
 
 Events = list[tuple[str, int]]
 

@@ -12,8 +12,8 @@ from contextlib import nullcontext
 import pytest
 
 from deepspeed_cad.errors import CADPeerError
-from deepspeed_cad.server import handshake
-from deepspeed_cad.server.handshake import GREETING, HALF, MOST_GUESTS, Door, Listener, connect_to, find_interface
+from deepspeed_cad.server import sockets as handshake
+from deepspeed_cad.server.sockets import GREETING, HALF, MOST_GUESTS, Door, Listener, connect_to, find_interface
 
 HERE = "127.0.0.1:29500"
 

@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.server import link as link_room
-from deepspeed_cad.server import trainers as trainers_room
-from deepspeed_cad.server.link import ServerLink
+from deepspeed_cad.server import links as links_room
+from deepspeed_cad.server.links import ServerLink, TrainerLinks
 from deepspeed_cad.server.orders import BUSY, OPEN, PLAN, REGROUP, RELEASE
-from deepspeed_cad.server.trainers import TrainerLinks
-from deepspeed_cad.server.wire import Frame, encode
+from deepspeed_cad.server.sockets import Frame, encode
 
 SILENT_S = 0.4
 
@@ -42,9 +40,8 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    for room in (link_room, trainers_room):
-        monkeypatch.setattr(room, "LOOK_S", 0.02)
-    monkeypatch.setattr(trainers_room, "GRACE_S", 0.2)
+    for name, seconds in {"LOOK_S": 0.02, "WORD_S": 0.02, "GRACE_S": 0.2}.items():
+        monkeypatch.setattr(links_room, name, seconds)
     made = Ends(dist.HashStore())
     with made.trainer, made.server:
         yield made

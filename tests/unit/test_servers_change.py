@@ -16,9 +16,8 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.server import servers as room
-from deepspeed_cad.server.handshake import Listener
 from deepspeed_cad.server.launch import Split
-from deepspeed_cad.server.link import ServerLink
+from deepspeed_cad.server.links import ServerLink
 from deepspeed_cad.server.meeting import (
     Abandoned,
     Hello,
@@ -30,6 +29,7 @@ from deepspeed_cad.server.meeting import (
     why_not_change,
 )
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
+from deepspeed_cad.server.sockets import Listener
 
 CONFIG = CADConfig(servers={"joined": 1}, on_server_failure="continue", timeout_s=20)
 

@@ -13,7 +13,7 @@ import pytest
 
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.server.orders import LEAVE, OPEN, PLAN, RELEASE, Leader
-from deepspeed_cad.server.wire import Inbox, encode
+from deepspeed_cad.server.sockets import Inbox, encode
 
 Pair = tuple[socket.socket, socket.socket]
 
