@@ -247,25 +247,6 @@ def test_a_model_of_ones_own_is_exact(workers: WorkerPool, way: str) -> None:
     assert workers.run(train, 2, way, timeout=120.0) == [(9, again)] * 2
 
 
-def _autocast(rank: int, world: int) -> float:
-    """The error of a loss in bf16 with CAD, as a share of that without."""
-    own = UNEVEN[rank]
-    right = float(_loss(_model(), *_rows(own, 0), EachAlone(own)))
-    model, cad = _model(torch.float32), deepspeed_cad.open(BLOCK)
-    errors = []
-    for step in (EachAlone(own), cad.plan([0, *torch.tensor(own).cumsum(0)], dtype=torch.bfloat16)):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = _loss(model, *_rows(own, 0), step)
-        loss.backward()
-        errors.append(abs(float(loss) - right))
-    assert [key.shape.bytes_per_element for key in cad.feed.keys | cad._last.layers] == [2]
-    return errors[1] / max(errors[0], 1e-4 * right)
-
-
-def test_autocast(workers: WorkerPool) -> None:
-    assert max(workers.run(_autocast, 2)) < 2
-
-
 def _evaluate(rank: int, world: int) -> tuple[int, int]:
     """The loss of a forward without backward; gives the micro-batches counted as trained and as looked at."""
     model, cad, own = _model(), deepspeed_cad.open(BLOCK), UNEVEN[rank]

@@ -176,27 +176,3 @@ def _with_a_number(rank: int, world: int) -> str:
 
 def test_where_outputs_cannot_be_joined_parts_do_not_alternate(workers: WorkerPool) -> None:
     assert all('"norm"' in reason for reason in workers.run(_with_a_number, 2))
-
-
-def _with_dropout(rank: int, world: int) -> None:
-    from deepspeed_cad.session import close_session
-
-    found = []
-    for checkpoint in (False, True):
-        model = _apply(tiny_model("gpt2", torch.float64, resid_pdrop=0.3, embd_pdrop=0.1))
-        if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        torch.manual_seed(rank)
-        for seed in range(2):
-            model(**training.pack(training.documents(LENGTHS[0][rank], seed=seed))).loss.backward()
-        found.append(training.gradients(model))
-        assert not _reason(model)
-        close_session()
-    training.assert_gradients(model, found[0])
-    torch.manual_seed(rank)
-    assert not torch.equal(torch.rand(4), torch.rand(4))
-
-
-def test_dropout_is_repeated_under_checkpointing(workers: WorkerPool) -> None:
-    """A layer that runs again draws what it drew, although the other nano-batch drew in the middle of it."""
-    workers.run(_with_dropout, 2)

@@ -225,33 +225,6 @@ def test_masks_of_layers_are_compared_with_plans(fresh_workers: WorkerPool) -> N
     assert serving.startswith("CADPeerError") and "rank 0" in serving and "hides key position 3" in serving
 
 
-def _raises(rank: int, world: int) -> str:
-    """One rank's loss raises in the second step."""
-    from deepspeed_cad.errors import CADError
-
-    engine = _engine(2, 2, {}, {**BLOCK, "timeout_s": 60})
-    loader = iter([pair for step in range(3) for pair in pipelines.pairs(0, 2, step)])
-    engine.train_batch(loader)
-    if engine.is_last_stage():
-
-        def fail(*_: Any) -> Any:
-            raise RuntimeError("out of everything")
-
-        engine.module.loss_fn = fail
-    try:
-        engine.train_batch(loader)
-    except (CADError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.slow
-def test_a_rank_that_raises_is_named_on_the_others(fresh_workers: WorkerPool) -> None:
-    serving, raised = fresh_workers.run(_raises, 2, timeout=60.0)
-    assert raised == "RuntimeError: out of everything"
-    assert serving.startswith("CADPeerError") and "rank 1" in serving and "out of everything" in serving
-
-
 # Ticks in waves: as little memory as was asked for, and one error on all ranks where there is too little
 
 

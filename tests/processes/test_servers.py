@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 import training
 from pool import WorkerPool
@@ -50,23 +48,3 @@ def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
 def test_many_micro_batches_and_models_in_flight(workers: WorkerPool) -> None:
     _, served = run(workers, 2, 1, _many, forward_only="balanced")
     assert served[0].micro_batches == 8
-
-
-def _dealt(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
-    """Losses and gradients of a step of two micro-batches, summed over trainers."""
-    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
-    session = deepspeed_cad.current_session()
-    assert session is not None
-    rows = [[[160, 70, 30], [80, 80]], [[20] * 3, [20, 5]]][rank]
-    batches = [training.pack(training.documents(row, 10 * rank + i)) for i, row in enumerate(rows)]
-    loader = session.look_ahead(batches, model, accumulation=2, global_loss=True)
-    return training.sums_of_all_ranks(loader, model, 2) | {"tokens": session.statistics.tokens}
-
-
-def test_documents_are_dealt_out_to_trainers(workers: WorkerPool) -> None:
-    """By their tokens: servers make attention even."""
-    kept, dealt = (run(workers, 2, 1, _dealt, documents=how)[0][0] for how in ("keep", "auto"))
-    assert kept["tokens"] > 1.5 and dealt["tokens"] < 1.15
-    assert dealt["losses"] == pytest.approx(kept["losses"], rel=1e-10)
-    for name, gradient in kept["gradients"].items():
-        assert np.abs(dealt["gradients"][name] - gradient).max() < 1e-9, name

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import training
-from deepspeed_cad.integrations.active import ProcessCheck
 from pool import WorkerError, WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainers import without_and_with
 from transformers import LlamaForTokenClassification, Qwen2Config, Qwen2ForTokenClassification, set_seed
 
 import deepspeed_cad
-from deepspeed_cad.config import CADConfig
 
 BLOCK = {"granularity": 4, "tolerance": 0.02, "links": training.LINKS}
 TOGETHER = {**BLOCK, "forward_only": "balanced"}
@@ -116,11 +113,6 @@ def _looks(
     return found
 
 
-def _shard(model: torch.nn.Module, world: int) -> None:
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
-
-
 def _ppo(rank: int, world: int, block: dict[str, Any], how: str, checkpointing: bool) -> dict[str, Any]:
     models = _models()
     plain = copy.deepcopy(models)
@@ -190,64 +182,6 @@ def test_a_ppo_step(workers: WorkerPool, world: int, block: dict[str, Any], how:
         else:
             assert one["looks"] == 4 * most and one["now"] <= 1.05 < 1.3 < one["before"]
             assert one["logged"]["cad/forward_only_max_over_mean"] <= 1.05
-
-
-# Plain loops, in a process that was asked for CAD
-
-
-def _asked(cad: bool, rank: int, world: int, mode: str, checkpointing: bool) -> list[torch.Tensor]:
-    """Losses and, at the end, parameters of actor and critic after three steps; the reference is frozen."""
-    models = {name: model.float() for name, model in _models().items() if name != "reward"}
-    check = ProcessCheck("a launcher", CADConfig.from_dict({**BLOCK, "forward_only": mode})) if cad else None
-    optimizers = []
-    for name, model in models.items():
-        model.set_attn_implementation("sdpa")
-        model.config.use_cache = False  # with one, sdpa attends across documents
-        if checkpointing and name != "reference":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        _shard(model, world)
-        if name != "reference":
-            optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
-    found = []
-    for step in range(3):
-        docs = training.documents([200 if rank == step % 2 else 20, 9], 10 * step + rank)
-        batch = training.pack(docs)
-        models["actor"].eval()
-        models["critic"].eval()
-        with torch.no_grad():
-            old, expected, values = (_run(models[name], batch) for name in ("actor", "reference", "critic"))
-        logps, now = (_run(models[name].train(), batch) for name in ("actor", "critic"))
-        if cad and (step or mode == "balanced"):  # else the first old one is another kernel's
-            assert torch.equal(logps, old)
-        advantage = values.sin() - 0.1 * (old - expected)
-        for loss in ((logps - old).exp() * advantage, (now - advantage.detach()).square()):
-            (loss * _weights(docs)).mean().backward()
-            found.append(loss.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    if check is not None:
-        check.close()
-        session = deepspeed_cad.current_session()
-        assert len(session.bindings) == 3 if mode == "balanced" else len(session.bindings) == 2
-        counted, looks = session.statistics, session.forward_only
-        assert counted.micro_batches == 6 and counted.imbalance < 1.05 < 1.3 < counted.imbalance_before
-        assert looks.micro_batches == (9 if mode == "balanced" else 0)
-    for name in ("actor", "critic"):
-        found += [one.full_tensor().detach() for one in models[name].parameters()]
-    return found
-
-
-def _both(rank: int, world: int, mode: str, checkpointing: bool) -> None:
-    plain, found = without_and_with(_asked, rank, world, mode, checkpointing)
-    for one, other in zip(found, plain, strict=True):
-        assert (one - other).abs().max() < 1e-5, (one - other).abs().max()
-
-
-@pytest.mark.parametrize(("mode", "checkpointing"), [("local", True), ("balanced", False)])
-def test_models_that_no_host_announces(workers: WorkerPool, mode: str, checkpointing: bool) -> None:
-    """Actor and critic are trained under FSDP2 in one process, as verl does; both have CAD, and the same result."""
-    workers.run(_both, 2, mode, checkpointing)
 
 
 # Modes and models that differ

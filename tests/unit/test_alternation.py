@@ -93,25 +93,6 @@ def test_how_late_results_may_come() -> None:
     assert alternate(6.0, np.array([4.0, 3.0, 0.0]), *only_server).later == 2.0
 
 
-def test_servers_begin_when_the_slowest_trainer_has_handed_over() -> None:
-    """What a fast trainer moves has no more time than the slow one leaves: in a round it would show."""
-    linear, own, served = np.array([1.0, 0.2]), np.array([0.0, 0.8]), np.array([1.0])
-    part = Part(*(np.stack([one, one]) for one in (linear, own, served)), (0.4, 0.4), (0.4, 0.4))
-    took = one_more_layer(part, False) / 2
-    assert took == pytest.approx(1.4)
-    servers = np.array([False, False, True])
-    turns = alternate(1.8, np.append(linear, 0.0), np.array([1e-9, 0.8, 1.0]), servers)
-    there = np.zeros((2, 3))
-    there[0, 1] = 0.4
-    arrives = there[:, [0, 2, 1]]
-    routes = Routes(np.array([1]), np.array([2]), np.array([0]), np.ones(3))
-    trip = Trip(there, arrives, np.array([True]))
-    done = end_of_pass(
-        routes, trip, trip, np.append(own, served), np.array([0.0, 0.0, 1.0]), np.append(linear, 0.0), turns
-    )  # fmt: skip
-    assert done[1] >= took - 1e-6
-
-
 @pytest.fixture
 def session() -> Iterator[Session]:
     """Planning for a trainer and a server on links of 1 GB/s, a nanosecond per pair."""

@@ -78,21 +78,6 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
     assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("two_streams", [True, False])
-def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None:
-    """On two streams batches are dealt out; on one they are cut in halves."""
-    one = micro_batch([[6, 4], [2]], aside=object() if two_streams else None)
-    nothing = np.zeros(1, np.int64)
-    # The last head group of every document runs elsewhere.
-    tasks = np.array(
-        [(0, 0, 6, 0, 2, 0), (0, 0, 6, 2, 3, 1), (1, 0, 4, 0, 2, 0), (1, 0, 4, 2, 3, 1), (2, 0, 2, 0, 3, 1)]
-    )
-    one.make_plan = lambda tick, key: Plan(tasks, nothing, nothing, nothing, nothing)
-    halves = one.schedule(FULL, 0)
-    groups = [[(b.group_begin, b.group_end) for b, _ in part] for part in halves.local]
-    assert groups == ([[(0, 2)], []] if two_streams else [[(0, 1)], [(1, 2)]])
-
-
 @pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
 def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planned: int, beside: bool) -> None:
     """On two streams a rank would run all of its own tasks first, and whoever waits for its keys with it."""
@@ -144,15 +129,6 @@ def test_mistakes_name_the_layer(at: list[int] | None) -> None:
         attend(descriptor(micro_batch([[6]], at)), inputs(1, 5))
 
 
-def test_batch_rows_are_documents_of_their_own() -> None:
-    one, given = micro_batch([[4, 4, 4]]), inputs(3, 4)
-    found = attend(descriptor(one), given)
-    assert found.shape == (3, 4, HEADS, SHAPES["v"][1])
-    for row in range(3):
-        heads = [x[row].transpose(0, 1) for x in given]
-        assert torch.allclose(found[row], document_attention(*heads, 0.5), atol=1e-12)
-
-
 @pytest.mark.parametrize("alternate", [True, False])
 @pytest.mark.parametrize("at", [4, 0, 10])
 def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
@@ -190,14 +166,3 @@ def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
         setup = one._calls[module, i].setup
         assert (setup.nano_batch, setup.label, setup.aside) == (i, LABEL, one.aside)
         assert setup.schedule is one.schedule(one.keys[0], i)
-
-
-def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them() -> None:
-    one = micro_batch([[4, 6]], [4])
-    k, v = torch.zeros(4, 2), torch.ones(4, 2)
-    assert one.first_keys(0, 0, k, v) is None
-    assert one.first_keys(0, 1, torch.zeros(6, 2), torch.zeros(6, 2)) is None
-    one = micro_batch([[4, 6]], [7])
-    one.first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
-    k, v = one.first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
-    assert k.tolist() == [4.0, 5.0, 6.0] and v.tolist() == [14.0, 15.0, 16.0]

@@ -74,20 +74,6 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
         assert one.seconds(1) is None  # another model
 
 
-def test_what_is_learned_is_smoothed() -> None:
-    (one,) = everyone = _linear([([1e-6], [1e-6])])
-    _meet(everyone)
-    one._take = lambda model: ([3e-6], [])
-    _meet(everyone)
-    assert one.seconds(0) == pytest.approx([3e-6])
-
-
-def test_forward_alone_is_enough_for_forwards_alone() -> None:
-    everyone = _linear([([1e-6], []), ([], [])])
-    _meet(everyone)
-    assert everyone[0].seconds(0) is None and everyone[0].seconds(0, backward=False) == pytest.approx([1e-6, 1e-6])
-
-
 def test_deterministic_algorithms_on_any_trainer_mean_equal_shares() -> None:
     everyone = _linear([([1e-6], [2e-6]), ([3e-6], [5e-6])], [False, True])
     _meet(everyone)
@@ -153,17 +139,3 @@ def test_forwards_alone_make_whole_layers_even(session: Session) -> None:
     finish = plan.load + forward * tokens
     assert finish.max() < 1.01 * finish.mean() and plan.load[0] < 0.9 * plan.load[1]
     assert plan.load.sum() == pytest.approx(FORWARD_SHARE * 2e-9 * sum(n * (n + 1) / 2 for n in tokens))
-
-
-@pytest.mark.parametrize("speed", [0.5, 2.0])
-def test_plans_and_cuts_know_speeds(session: Session, speed: float) -> None:
-    """A server of half the speed gets half as much beside the same trainers; linear layers are in seconds already."""
-    means = []
-    for of_server in (1.0, speed):
-        _reserve(session, [3e-6, 3e-6], speed=of_server)
-        found = session.plans.open(_announced(6000, 6000), {KEY: 1})
-        base = 3e-6 * (found.layout.tokens - found.ticks[0].query_tokens) * np.array([1, 1, 0])
-        finish = found.planned[KEY, 0].plan.load + base
-        means.append(finish.mean())
-        assert finish.max() < 1.03 * finish.mean() or of_server == 1.0
-    assert (means[1] > means[0]) == (speed < 1)

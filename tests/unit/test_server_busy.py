@@ -25,32 +25,18 @@ class Event:
         return later.at - self.at
 
 
-def run(calls: list[tuple[float, float]]) -> Busy:
+@pytest.mark.parametrize(
+    ("calls", "now", "seconds"),
+    [([(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), ([(0, 10), (20, 30)], 15, 0.010), ([], 1e9, 0.0)],
+)
+def test_time_counts_once_and_when_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, float]], now: float, seconds: float
+) -> None:
+    monkeypatch.setattr(Event, "now", now)
     busy = Busy()
     for first, last in calls:
         busy._expect(Event(last), partial(busy._between, Event(first), Event(last)))  # type: ignore[arg-type]
-    return busy
-
-
-@pytest.mark.parametrize(
-    ("calls", "seconds"),
-    [
-        ([(0, 10), (5, 12)], 0.012),
-        ([(0, 10), (2, 4), (12, 13)], 0.011),
-        ([], 0.0),
-    ],
-)
-def test_time_counts_once(calls: list[tuple[float, float]], seconds: float) -> None:
-    busy = run(calls)
     assert busy.seconds() == busy.seconds() == pytest.approx(seconds)
-
-
-def test_what_still_runs_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = run([(0, 10), (20, 30)])
-    monkeypatch.setattr(Event, "now", 15)
-    assert busy.seconds() == pytest.approx(0.010)
-    monkeypatch.setattr(Event, "now", 40)
-    assert busy.seconds() == pytest.approx(0.020)
 
 
 def test_on_a_cpu_the_clock_counts() -> None:

@@ -141,11 +141,3 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
     ends.trainer.sendall(encode({"do": RELEASE, "turns": [1, 2, 3]})[:cut])
     ends.trainer.close()
     assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
-
-
-@pytest.mark.parametrize("sizes", [(1 << 21, 0), (2, (1 << 30) + 1)])
-def test_what_is_no_frame_ends_its_connection_by_name(ends: Ends, sizes: tuple[int, int]) -> None:
-    links = ends.links()
-    ends.trainer.sendall(encode({"do": RELEASE, "turns": [1]}) + b"".join(size.to_bytes(4, "big") for size in sizes))
-    assert "trainer 0 is not reached any more (" in links.wait_for_reason(10) and "none of our" in links.reason
-    assert links.orders.get() == Frame({"do": RELEASE, "turns": [1]}, []), "what came before it counts"

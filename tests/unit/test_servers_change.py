@@ -77,12 +77,6 @@ def job() -> Iterator[Job]:
         made.link.drop()
 
 
-def test_the_leader_sees_who_came(job: Job) -> None:
-    for number in (2, 3):
-        job.knock(number)
-    assert job.servers.report(0).tolist() == [2] and job.servers.members.generation == 0
-
-
 def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,15 +134,6 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
     with pytest.raises(CADPeerError) as caught, Liveness.watch(board, "lengths"):
         raise RuntimeError("connection closed by peer")
     assert not isinstance(caught.value, ServerLostError)
-
-
-def test_a_server_that_is_not_watched_ends_nobody_s_hope() -> None:
-    store = dist.HashStore()
-    board = Liveness(store, 0, 3)
-    Liveness(store, 2, 3).report("no memory")
-    assert "rank 2 stopped" in board.why_hopeless()
-    board.watched = range(2)
-    assert board.why_hopeless() == ""
 
 
 @pytest.mark.parametrize(
