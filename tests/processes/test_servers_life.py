@@ -19,8 +19,6 @@ pytestmark = pytest.mark.slow
     [
         ("raise", 1, {}, "ValueError: no more data"),
         ("kill", 1, {"servers": {"reserved": 2}, "on_server_failure": "continue"}, "trainer 1"),
-        pytest.param("terminate", 1, {}, "trainer 1", marks=pytest.mark.long),
-        pytest.param("interrupt", 0, {}, "KeyboardInterrupt", marks=pytest.mark.long),
         pytest.param("early", 1, {}, "trainers 1 had ended well", marks=pytest.mark.long),
     ],
 )
@@ -44,11 +42,10 @@ def test_trainers_that_never_train_end_the_servers_well(job: Job) -> None:
     assert "ended without having trained with CAD" in job.said("rank2")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_a_dead_server_ends_the_training_with_its_name(job: Job, how: signal.Signals) -> None:
+def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
     job.launch_all(3, "wait", "9")
     job.wait_for("rank0", "step 1")
-    job.processes["rank2"].send_signal(how)
+    job.processes["rank2"].send_signal(signal.SIGKILL)
     codes = job.ends("rank2")
     for name in ("rank0", "rank1"):
         assert codes[name] != 0 and "server 2 ended: its process died" in job.said(name)
@@ -72,26 +69,13 @@ def fails(*given):
     return made(*given)
 loop.serve_arrived_backward = fails
 """
-OTHER_VERSION = "from deepspeed_cad.server import meeting; meeting.__version__ = '9.9'"
-EARLY_WORLD = "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
 
 
-@pytest.mark.parametrize(
-    ("who", "first", "words"),
-    [
-        (2, OUT_OF_MEMORY, "Tried to allocate 2.00 GiB. Reserve more servers"),
-        (2, OTHER_VERSION, "has deepspeed_cad 9.9 and trainer 0"),
-        (None, EARLY_WORLD, "torch.distributed is initialised already"),
-    ],
-    ids=["memory", "version", "world"],
-)
-def test_what_does_not_fit_ends_all_with_the_same_words(job: Job, who: int | None, first: str, words: str) -> None:
-    job.launch_all(3, "wait", "9", first=first, who=who)
-    codes = job.ends("rank2" if who else "rank0")
-    assert 0 not in codes.values(), codes
+def test_a_server_without_memory_ends_all_with_the_same_words(job: Job) -> None:
+    job.launch_all(3, "wait", "9", first=OUT_OF_MEMORY, who=2)
+    assert 0 not in job.ends("rank2").values()
     for name in job.processes:
-        assert words in job.said(name), job.said(name)
-        assert first == OUT_OF_MEMORY or "Traceback" not in job.said(name), job.said(name)
+        assert "Tried to allocate 2.00 GiB. Reserve more servers" in job.said(name), job.said(name)
 
 
 # Trainers that go on

@@ -88,19 +88,12 @@ def _check(found: list[Counted], trainers: int, limit: float) -> None:
     assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
 
 
-SLOW = [pytest.mark.slow]
-LONG = [pytest.mark.slow, pytest.mark.long]
-
-
 @pytest.mark.parametrize(
     ("trainers", "servers", "kib", "checkpoint", "block"),
     [
         (2, 1, 510, False, {"overlap": "interleave"}),
         (1, 2, 260, False, {"overlap": "local_first"}),
-        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=SLOW),
-        pytest.param(1, 2, 560, True, {"overlap": "local_first", "waves": 3}, marks=LONG),
-        pytest.param(2, 1, 760, False, {"trainers_serve": False}, marks=LONG),
-        pytest.param(1, 1, 380, False, {"overlap": "local_first", "on_server_failure": "continue"}, marks=LONG),
+        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -111,7 +104,6 @@ def test_exact_within_the_limit(
     found = _run(workers, trainers, servers, _train, checkpoint, memory=kib * KIB, **block)
     _check(found, trainers, kib * 1024)
     assert all(0 < one.result["landing"] <= kib * 1024 for one in found[:trainers])
-    assert found[0].waves[0] >= block.get("waves", 1)
 
 
 def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:
@@ -122,31 +114,12 @@ def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> 
     assert found[0].tried > 4, "more often than there are plans"
 
 
-NO_MEMORY = """
-from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.exchange.packed import PackedTransport
-
-def make_room(self, schedules, room, nano_batch):
-    raise NoRoomError("rank 2: 7 MiB were wanted, 3 are free.")
-
-PackedTransport.make_room = make_room
-"""
-"""For every process: none finds memory, however small the waves."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("block", "first", "says"),
-    [
-        ({"memory": 1e-6}, "", "does not fit: cut into the smallest waves, what lands at rank"),
-        ({}, NO_MEMORY, "rank 2: 7 MiB were wanted, 3 are free. Smaller waves do not help: the attention"),
-    ],
-    ids=["a limit that is too small", "no memory"],
-)
-def test_too_little_is_one_error_on_every_process(job: Job, block: dict[str, Any], first: str, says: str) -> None:
-    job.launch_all(3, "well", "9", block={**BLOCK, **block}, first=first)
+def test_too_little_is_one_error_on_every_process(job: Job) -> None:
+    job.launch_all(3, "well", "9", block={**BLOCK, "memory": 1e-6})
     codes = job.ends("rank0")
     assert 0 not in codes.values(), codes
     for name in codes:
-        assert says in job.said(name) and '"memory" to at least' in job.said(name), job.said(name)
+        assert "does not fit: cut into the smallest waves, what lands at rank" in job.said(name), job.said(name)
+        assert '"memory" to at least' in job.said(name)
     assert "micro-batches served" not in job.said("rank2") or "is done: 0 micro" in job.said("rank2")

@@ -5,24 +5,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 import torch
+from deepspeed_cad.integrations.pipeline import refuse_dropout
 from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from deepspeed_cad.ahead.announced import StepMessage
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import State
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch
+from deepspeed_cad.pipeline.data import read_micro_batch
+from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch, _refuse_block, _refuse_module
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
-from deepspeed_cad.pipeline.plans import Place, StepPlans, tick_cost
+from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.session import Session
@@ -178,3 +184,58 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
     with pytest.raises(type(error)):
         make(binding, lambda *_, **__: None)(iter([]))
     assert binding.stop.call_args_list == ([call(error)] if tells else [])
+
+
+# What CAD does not combine with, and micro-batches that do not fit
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"recompute_attention": True}, '"recompute_attention" is True, which a pipeline cannot have'),
+        ({"servers": {"reserved": 1}}, "is not built for pipelines: idle stages serve"),
+        ({"verify": 1}, "a stage of a pipeline cannot run without the others"),
+    ],
+)
+def test_keys_that_a_pipeline_cannot_have(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(CADConfigError, match=words):
+        _refuse_block(CADConfig.from_dict(given))
+
+
+@pytest.mark.parametrize(
+    ("parts", "axes", "stage", "words"),
+    [
+        ([0, 2, 4], {"pipe": 2, "data": 2}, 2, "stage 2 with a PipelineModule"),
+        ([0, 2, 2, 4], {"pipe": 3}, 1, "stage 1 of 3 holds no layer: a pipeline of 4 layers needs fewer stages"),
+        ([0, 2, 4], {"pipe": 2, "expert": 2}, 1, 'has the axis "expert" of 2 ranks'),
+    ],
+)
+def test_modules_that_are_refused(parts: list[int], axes: dict[str, int], stage: int, words: str) -> None:
+    topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
+    with pytest.raises(CADUnsupportedError, match=words):
+        _refuse_module(SimpleNamespace(topology=lambda: topology, parts=parts), {"zero_optimization": {"stage": stage}})
+
+
+def test_dropout_of_attention_is_refused() -> None:
+    with pytest.raises(CADUnsupportedError, match="attention_dropout is 0.1"):
+        refuse_dropout(AutoConfig.for_model("llama", attention_dropout=0.1))
+
+
+def test_a_micro_batch_without_a_loss_is_refused() -> None:
+    ids = torch.arange(4)[None]
+    with pytest.raises(CADDataError, match="all labels of a micro-batch are -100"):
+        read_micro_batch(((ids, ids), torch.full_like(ids, -100)), has_loss=True)
+
+
+def test_first_and_last_stage_load_the_same() -> None:
+    mine = [LocalSegments(*np.array([[0], [9], [0]]), 9)]
+    others = [LocalSegments(*np.array([[0], [8], [0]]), 8)]
+    said = [
+        SimpleNamespace(state=State.GOING, payload=StepMessage([Announcement(*one)]).to_array())
+        for one in (mine, others)
+    ]
+    gatherer: Any = SimpleNamespace(
+        gather=lambda *_, **__: said, shares=SimpleNamespace(replicas=np.array([[0], [1]]), members=[0, 1])
+    )
+    with pytest.raises(CADDataError, match="on the first stage"):
+        gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 1, 1)

@@ -158,3 +158,9 @@ def test_a_process_that_a_trainer_started_is_no_trainer(launched: None) -> None:
     replace(request, split={**(request.split or {}), PROCESS: os.getpid() + 1}).publish()
     with pytest.raises(CADConfigError, match="-m deepspeed_cad.run --cad"):
         find_role(CONFIG.servers, 2, 1)
+
+
+def test_a_world_that_is_made_already(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(CADConfigError, match="torch.distributed is initialised already"):
+        take_role(Request(CONFIG, "a test"))
