@@ -1,8 +1,12 @@
-"""Checkpoints of transformers become pipelines and come back: the same losses, gradients and weights."""
+"""Checkpoints of transformers become pipelines and come back: the same losses, gradients and weights; the example of
+pipelines, and the picture of its timeline."""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,12 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
+from test_benchmarks import ROOT, torchrun
 from told import told
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import pipeline_picture
 
 BLOCK = {"cost": "pairs", "granularity": 2}
 COUNT = 3
@@ -85,3 +94,37 @@ def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, name: str) ->
     assert seen == set(gradients)
     for key, p in after.named_parameters():
         torch.testing.assert_close(p, dict(model.named_parameters())[key] - gradients[key], atol=1e-5, rtol=0)
+
+
+def _losses(output: str) -> list[float]:
+    return json.loads(re.search(r"losses: (\[.*\])", output).group(1))
+
+
+@pytest.mark.slow
+def test_the_example_there_and_without_cad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses with the block and without; a checkpoint that transformers loads; a timeline with every tick."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("DEEPSPEED_CAD_TRACE_STEPS", "14")
+    config = json.loads((ROOT / "examples" / "ds_pipeline_cad.json").read_text())
+    config["cad"] = {"trace": str(tmp_path / "timeline.json"), "granularity": 16, "cost": "pairs"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [
+        "examples/finetune_pipeline.py", "--tiny", "--stages", "2", "--micro-batches", "3", "--steps", "3",
+        "--deepspeed_config", str(tmp_path / "config.json"),
+    ]  # fmt: skip
+    cad = torchrun(2, *command, "--save", str(tmp_path / "saved"))
+    assert cad.returncode == 0, cad.stderr
+    plain = torchrun(2, *command, "--no-cad")
+    assert plain.returncode == 0, plain.stderr
+    assert _losses(cad.stdout) == pytest.approx(_losses(plain.stdout), abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type == "llama"
+
+    step = 2 * (3 + 2 - 1)
+    ticks = pipeline_picture.read_ticks(tmp_path / "timeline.json", step)
+    names = [[f"{one['cat'][0]} {one['name'].split(', ')[1]}" for one in own] for own in ticks]
+    idle = [sum("serving" in name for name in own) for own in names]
+    assert idle == [2, 2]  # each stage has no forward in one forward tick, and no backward in one backward tick
+    for direction in "fb":
+        assert [sum(name.startswith(f"{direction} micro-batch") for name in own) for own in names] == [3, 3]
+    assert pipeline_picture.draw(ticks).count("<rect") == 1 + 2 * step + 3

@@ -1,15 +1,37 @@
-"""Reserved servers in real processes: exact against each document alone, whatever the trainers do."""
+"""Reserved servers in real processes: exact against each document alone, whatever the trainers do; shares that fit what
+is not attention; waves in as little memory as was asked for; and a server that dies where trainers are apart."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 import training
+from fuzz import roles
+from fuzz.fuzz import run_case
+from fuzz.play import Played
+from jobs import BLOCK, Job
+from landing import counted
+from model_cases import tiny_model
 from pool import WorkerPool
-from served import run
+from ports import free_port
+from served import BLOCK as USUAL
+from served import Served, play, run
+from test_loops import IN_FLIGHT, dying
 
 import deepspeed_cad
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Identity, compare
+from deepspeed_cad.exchange.group import processes_of
+from deepspeed_cad.exchange.packed import ComparedFirst, Counts, GroupTransfer
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
 
 
 def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
@@ -48,3 +70,198 @@ def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
 def test_many_micro_batches_and_models_in_flight(workers: WorkerPool) -> None:
     _, served = run(workers, 2, 1, _many, forward_only="balanced")
     assert served[0].micro_batches == 8
+
+
+# Linear layers beside servers
+
+UNEVEN = [[400], [40, 130, 9, 1, 120]]
+"""A document of one trainer is the whole micro-batch: the cut lies inside."""
+STEPS = 5
+
+
+def _alternate(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
+    reference, model = training.tiny_llama(num_hidden_layers=3), training.tiny_llama(num_hidden_layers=3)
+    deepspeed_cad.apply(model, block).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.config.overlap_used == "interleave"
+    loads = []
+    for step in range(STEPS):
+        own = training.documents(UNEVEN[rank], seed=100 * step + rank)
+        training.step_as_alone(model, reference, own)
+        loads.append(session.take_statistics("test").load)
+    known = session.learned.non_attention
+    linear = None if known is None else known.seconds(0)
+    return {
+        "loads": np.stack(loads).tolist(),
+        "linear": None if linear is None else linear.tolist(),
+        "reason": session.find_binding(model).in_turn,
+        "idle": session.statistics.servers_idle,
+        # Forward and backward of both parts of every layer.
+        "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * STEPS,
+    }
+
+
+def test_trainers_attend_nothing_where_linear_layers_take_longer(workers: WorkerPool, tmp_path: Path) -> None:
+    """Servers attend one part while trainers run linear layers of the other; exact all the same."""
+    path = tmp_path / "costs.json"
+    Profile("test", "any", (ShapeCost(HeadShape(8, 4, 8, 8, 8), pair=1e-12),), unit="seconds").save(path)
+    results, _ = run(workers, 2, 1, _alternate, cost=str(path))
+    # Servers tell trainer 0 how long they attended.
+    assert 0 < results[0]["idle"] < 1 and all(one["idle"] == 0 for one in results[1:])
+    for result in results:
+        assert result["reason"] == "" and result["parts"]
+        assert result["linear"] == results[0]["linear"] and min(result["linear"]) > 0
+        last = result["loads"][-1]
+        assert sum(last[:2]) < 1e-3 * sum(last)
+
+
+# Waves
+
+LENGTHS = [[420, 3, 39], [60, 1, 230, 37], []]
+KIB = 2**-20
+"""In GiB."""
+
+
+class Counted(NamedTuple):
+    """What a process gives."""
+
+    result: Any
+    most: int
+    """Bytes that were landing at once."""
+    waves: tuple[int, int]
+    """Fewest and most of any pass."""
+    tried: int
+
+
+def _play(rank: int, world: int, has: float, *args: Any) -> Counted:
+    with counted(has) as landing:
+        result = play(rank, world, *args)
+    assert landing.now == 0
+    return Counted(result, landing.most, landing.span, landing.tried)
+
+
+def _run(
+    workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, has: float = float("inf"), **block: Any
+) -> list[Counted]:
+    given = {**USUAL, "servers": {"reserved": servers}, **block}
+    found = workers.run(_play, trainers + servers, has, free_port(), given, train, *args, joined=False)
+    for one in found[trainers:]:
+        served: Served = one.result
+        assert served.code == 0 and served.held == 0 and served.opened <= 2, served
+        assert (served.micro_batches > 0) == (one.waves[0] > 0)
+    return found
+
+
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> dict[str, Any]:
+    """The worst error of outputs and gradients against each document alone, relative."""
+    changes = {"sliding_window": 12, "max_position_embeddings": 512, "num_key_value_heads": 4, "num_attention_heads": 8}
+    model, reference = (tiny_model("gpt_oss", torch.float64, **changes).train() for _ in range(2))
+    deepspeed_cad.apply(model, block)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    worst = 0.0
+    for step in range(2):
+        docs = training.documents(LENGTHS[(rank + step) % 3], seed=rank)
+        model.zero_grad()
+        reference.zero_grad()
+        ids, positions, _ = training.pack(docs).values()
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        logits.square().sum().backward()
+        for doc, part in zip(docs, logits.detach().split([len(doc) for doc in docs])):
+            alone = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
+            alone.square().sum().backward()
+            worst = max(worst, float((part - alone).abs().max() / alone.abs().max()))
+        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
+            if theirs.grad is not None:
+                scale = theirs.grad.abs().max().clamp(min=1e-3)
+                worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
+    session = deepspeed_cad.current_session()
+    assert session is not None
+    return {"worst": worst, "landing": session.statistics.landing_bytes}
+
+
+def _check(found: list[Counted], trainers: int, limit: float) -> None:
+    """Exact, in as many waves on every process, and within the limit (bytes)."""
+    assert all(one.result["worst"] < 1e-10 for one in found[:trainers]), found
+    assert all(0 < one.most <= limit for one in found), found
+    assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
+
+
+@pytest.mark.parametrize(
+    ("trainers", "servers", "kib", "checkpoint", "block"),
+    [
+        (2, 1, 510, False, {"overlap": "interleave"}),
+        (1, 2, 260, False, {"overlap": "local_first"}),
+        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exact_within_the_limit(
+    workers: WorkerPool, trainers: int, servers: int, kib: int, checkpoint: bool, block: dict[str, Any]
+) -> None:
+    """Sinks, a window in every second layer; head groups in waves of their own, and blocks of their rows."""
+    found = _run(workers, trainers, servers, _train, checkpoint, memory=kib * KIB, **block)
+    _check(found, trainers, kib * 1024)
+    assert all(0 < one.result["landing"] <= kib * 1024 for one in found[:trainers])
+
+
+def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:
+    """Nothing is asked for, and not all is there: trainers cut again, servers hear of it and cut alike."""
+    has = 450 * 1024
+    found = _run(workers, 2, 1, _train, False, has=has, overlap="local_first")
+    _check(found, 2, has)
+    assert found[0].tried > 4, "more often than there are plans"
+
+
+@pytest.mark.slow
+def test_too_little_is_one_error_on_every_process(job: Job) -> None:
+    job.launch_all(3, "well", "9", block={**BLOCK, "memory": 1e-6})
+    codes = job.ends("rank0")
+    assert 0 not in codes.values(), codes
+    for name in codes:
+        assert "does not fit: cut into the smallest waves, what lands at rank" in job.said(name), job.said(name)
+        assert '"memory" to at least' in job.said(name)
+    assert "micro-batches served" not in job.said("rank2") or "is done: 0 micro" in job.said("rank2")
+
+
+# A server dies where one trainer has begun what another has not: on the transport of CPUs with one change, that an
+# exchange is begun at once, as on GPUs, and whether all ranks are in the same one is compared where it is waited for
+
+_finish = ComparedFirst._receive
+
+
+def _start_at_once(
+    self: ComparedFirst, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool
+) -> GroupTransfer:
+    self.alarm.check()
+    group = processes_of(self.group)
+    numbers, mine = torch.zeros(group.size(), dtype=torch.int64), torch.tensor([identity.number])
+    gathers = dist.all_gather(list(numbers.split(1)), mine, group=group, async_op=True)
+    found = replace(self._move(packed, counts, identity), numbers=gathers)
+    found.compared = lambda: compare(dict(enumerate(numbers.tolist())))  # type: ignore[attr-defined]
+    return found
+
+
+def _finish_both(self: ComparedFirst, under_way: Any) -> list[torch.Tensor]:
+    with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
+        self._wait([under_way.numbers], under_way.identity)
+    if found := under_way.compared():
+        self.alarm.stop(found)
+        self.alarm.check()
+    return _finish(self, under_way)
+
+
+def _play_ahead(*given: Any) -> Played:
+    with mock.patch.multiple(ComparedFirst, _send=_start_at_once, _receive=_finish_both):
+        return roles.play_role(*given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, IN_FLIGHT], ids=["one micro-batch", "several in flight"])
+@pytest.mark.parametrize("what", ["dispatch", "backward dispatch"])
+def test_what_one_trainer_had_begun_alone_begins_again(workers: WorkerPool, what: str, changes: dict[str, Any]) -> None:
+    """Forwards that ran with the server attend again before their backward."""
+    case = dying(what, **changes)
+    failure, played = run_case(workers, case, _play_ahead)
+    assert not failure and [one.changes for one in played[: case.world] if one] == [1] * case.world, failure

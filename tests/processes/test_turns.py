@@ -10,8 +10,6 @@ import pytest
 import torch
 import training
 from pool import WorkerError, WorkerPool
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForTokenClassification, Qwen2Config, Qwen2ForTokenClassification, set_seed
 
 import deepspeed_cad
@@ -185,54 +183,6 @@ def test_a_ppo_step(workers: WorkerPool, world: int, block: dict[str, Any], how:
 
 
 # Modes and models that differ
-
-
-def _mixed(rank: int, world: int, block: dict[str, Any]) -> None:
-    """Modes that change inside a pass over a loader, caches that a script asks for, a reference with other heads."""
-    model, plain = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, **block}), training.tiny_llama()
-    session = deepspeed_cad.current_session()
-    feed, balanced = session.find_binding(model).feed, "forward_only" in block
-    docs = [training.documents([90 if (i + rank) % world else 20, 7], 10 * i + rank) for i in range(4)]
-    batches = [training.pack(one) for one in docs]
-    # In eval mode when the pass begins: after its first micro-batch it is known that it trains.
-    model.eval()
-    for batch in session.look_ahead(batches, model, accumulation=2):
-        loaded = next(j for j, one in enumerate(batches) if one is batch)
-        training.step_as_alone(model.train(), plain, docs[loaded], batch)
-    assert session.statistics.micro_batches == 4 and feed._unannounced == 0
-    # In train mode when it begins, and without gradients inside; rank 0 has fewer.
-    mine = docs[: 2 + rank]
-    for i, batch in enumerate(session.look_ahead([training.pack(one) for one in mine], model)):
-        with torch.no_grad():
-            _assert_as_alone(_run(model, batch), plain, mine[i])
-    assert session.forward_only.micro_batches == (3 if balanced else 0) and feed.next_announced is None
-    # Gradients in eval mode, and a backward.
-    training.step_as_alone(model.eval(), plain, docs[0])
-    training.step_as_alone(model.train(), plain, docs[1])
-    # Other heads, and sharded on its own.
-    changes = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    reference, other = training.tiny_llama(**changes), training.tiny_llama(**changes)
-    fully_shard(reference.model, mesh=init_device_mesh("cpu", (world,)))
-    with torch.no_grad():
-        found = _run(reference.eval(), batches[0])
-    _assert_as_alone(found, other, docs[0])
-    assert len(session.references) == 1
-    # A prompt that a script wants the cache of, on one rank.
-    looks = session.forward_only.micro_batches
-    with torch.no_grad():
-        for mode in (True, False) if rank == 0 else ():
-            ids = docs[0][0][None]
-            begun = model.train(mode)(input_ids=ids[:, :-1], use_cache=True)
-            ended = model(input_ids=ids[:, -1:], past_key_values=begun.past_key_values)
-            with torch.enable_grad():
-                assert (ended.logits[0] - plain(input_ids=ids).logits[0, -1:]).abs().max() < 1e-10
-    assert session.forward_only.micro_batches == looks
-    training.step_as_alone(model.train(), plain, docs[1])
-
-
-@pytest.mark.parametrize("block", [{}, {"forward_only": "balanced"}], ids=["local", "balanced"])
-def test_modes_and_models_that_differ(workers: WorkerPool, block: dict[str, Any]) -> None:
-    workers.run(_mixed, 2, block)
 
 
 def _apart(rank: int, world: int, how: str) -> None:

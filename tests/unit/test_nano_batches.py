@@ -28,39 +28,6 @@ def _run(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]
     return run_alternating(first, second, states)
 
 
-def _square(x: torch.Tensor) -> torch.Tensor:
-    """Saves one tensor for backward."""
-    return x.exp()
-
-
-def test_tensors_are_saved_by_the_hooks_of_their_part() -> None:
-    packed: list[str] = []
-
-    def hooks(name: str) -> saved_tensors_hooks:
-        return saved_tensors_hooks(lambda x: packed.append(name) or x, lambda x: x)
-
-    x = torch.ones(2, requires_grad=True)
-
-    def part(name: str) -> None:
-        _square(x)
-        with hooks(f"{name} outer"), hooks(f"{name} inner"):
-            hand_over()
-            _square(x)
-            hand_over()
-        with hooks(f"{name} last"):
-            hand_over()
-            _square(x)
-        _square(x)
-
-    with hooks("around"):
-        _run(lambda: part("a"), lambda: part("b"))
-        _square(x)
-    assert packed == [
-        "around", "around", "a inner", "b inner", "a last", "around", "b last", "around", "around"
-    ]  # fmt: skip
-    assert _top_saved_tensors_default_hooks(True) is None
-
-
 @pytest.mark.parametrize(
     ("enter", "ask"),
     [

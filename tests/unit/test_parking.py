@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,19 +64,6 @@ def test_what_comes_back_is_what_left(name: str) -> None:
     assert torch.equal(found[1], expected) and torch.equal(found[0], before) and torch.equal(found[2], after)
     assert found[1].dtype == given.dtype and found[1].data_ptr() != given.data_ptr() or not given.numel()
     assert dense and (name in ("with gaps", "one column") or found[1].stride() == strides)
-
-
-def test_device_memory_goes_when_the_next_layer_begins() -> None:
-    lot = parking()
-    given = numbers(64)
-    seen = weakref.ref(given)
-    parcel = lot.park([given], LABEL)
-    del given
-    gc.collect()
-    assert seen() is not None and not parcel.is_away, "the copy may still read it"
-    lot.settle()
-    gc.collect()
-    assert seen() is None and parcel.is_away
 
 
 def test_backward_of_a_layer_fetches_the_one_before() -> None:
@@ -293,19 +278,3 @@ def test_what_was_served_is_away_while_a_layer_runs_again() -> None:
     early.part_with_served()
     early.part_with_served()
     assert early._served.is_away
-
-
-def test_the_stream_that_serves_waits_for_what_it_served(clocks: tuple[Parking, Stream, Stream]) -> None:
-    """Not the one on which the backward begins: its own tasks need nothing of it."""
-    lot, training, side = clocks
-    parked = Parked(lot, kept_with_served(), (), LABEL, saved_plainly=False)
-    kept = parked.take()
-    parked.part_with_served()
-    training.work()
-    parked.fetch()
-    assert side.is_after(training) and not training.is_after(side)
-    serving = Stream()
-    with parking_room.torch.cuda.stream(serving):
-        assert not serving.is_after(side)
-        kept.served[0]
-        assert serving.is_after(side) and not training.is_after(side)

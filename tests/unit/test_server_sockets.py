@@ -25,13 +25,11 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.server import links as links_room
 from deepspeed_cad.server import sockets
 from deepspeed_cad.server.links import ServerLink, TrainerLinks
-from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE, Leader
+from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, RELEASE, Leader
 from deepspeed_cad.server.sockets import (
     GREETING,
     HALF,
-    MOST_GUESTS,
     Door,
-    Frame,
     Inbox,
     Listener,
     connect_to,
@@ -129,31 +127,6 @@ def test_strangers_hold_up_no_trainer(come: Callable[..., Guests]) -> None:
     assert all(map(_ended, silent)), "when all trainers are here nobody else is"
     with pytest.raises(OSError):
         server.stranger()
-
-
-def test_a_stranger_has_so_much_time_and_one_of_many_no_place(
-    come: Callable[..., Guests], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "GREET_S", 60.0)
-    server = come(1)
-    first = [server.stranger() for _ in range(5)]
-    for _ in range(MOST_GUESTS):
-        server.stranger()
-    assert all(map(_ended, first))
-    monkeypatch.setattr(sockets, "GREET_S", 0.1)
-    assert _ended(server.stranger(bytes(3)))
-    server.talk(server.trainer(0))
-
-
-def test_a_rank_that_does_not_train_and_a_trainer_that_comes_twice(come: Callable[..., Guests]) -> None:
-    server = come(2)
-    with pytest.raises(CADPeerError, match="trainer 2 does not reach server 7"):
-        connect_to(2, "server 7", server.door)
-    first = server.trainer(0).result(20)
-    again = server.trainer(0)
-    again.result(20)
-    server.talk(again, server.trainer(1))
-    assert _ended(first)
 
 
 def test_trainers_that_do_not_come_are_named(come: Callable[..., Guests]) -> None:
@@ -345,28 +318,6 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None:
-    """The look-ahead thread plans for the present servers while the training thread lets one in."""
-    link = ServerLink(0, {}, Liveness(ends.store, 0, 1), 30.0)
-    link.add(3, ends.trainer)
-    link.tell({"do": OPEN, "turn": 7}, (np.zeros((0, 5), int), np.zeros(1, int), np.zeros(0, int)), generation=0)
-    link.change((3,), 1, {"do": REGROUP, "generation": 1, "servers": [3], "exchanges": 0})
-    links = ends.links(3)
-    first = links.orders.get(timeout=10)
-    assert isinstance(first, Frame) and first.head["do"] == REGROUP and links.called == 1
-    link.leave("")
-
-
-def test_orders_arrive_and_the_end_behind_them(ends: Ends) -> None:
-    link, links = ends.link(goes_on=False), ends.links()
-    links.busy = (1.5, 2.0)
-    link.tell({"do": RELEASE, "turns": [3]})
-    wait_for(lambda: link.busy() == (1.5, 2.0))
-    link.leave("")
-    items = [links.orders.get(timeout=10) for _ in range(2)]
-    assert items[0] == Frame({"do": RELEASE, "turns": [3]}, []) and items[1] is None and not links.reason
-
-
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -> None:
     link = ends.link(goes_on, SILENT_S)
@@ -407,23 +358,6 @@ def test_a_server_that_wakes_hears_that_it_was_given_up_and_blames_nobody(ends: 
     links = ends.links()
     assert links.wait_for_reason(10).startswith("the trainers go on without it: it has said nothing for 0.4 s")
     assert Liveness(ends.store, 1, 2).why_hopeless() == "" and Liveness(ends.store, 0, 2).why_hopeless() == ""
-
-
-def test_orders_to_a_server_that_does_not_read_hold_nobody_up(ends: Ends) -> None:
-    """Its buffers are full: who tells it gives up, and tells the others."""
-    link = ends.link(silent_s=5 * SILENT_S)
-    here, there = socket.socketpair()
-    with here, there:
-        link.add(2, here)
-        link.change((1, 2), 1, None)
-        there_inbox = TrainerLinks(2, {0: there}, Liveness(ends.store, 2, 3))
-        large = np.zeros((1 << 18, 5), int)
-        link.tell({"do": PLAN, "turn": 0, "key": [], "nano_batch": 0, "cut": []}, (large,), generation=1)
-        link.tell({"do": RELEASE, "turns": [1]}, generation=1)
-        assert list(link.gone) == [1]
-        told = [there_inbox.orders.get(timeout=10) for _ in range(2)]
-        assert [isinstance(one, Frame) and one.head["do"] for one in told] == [PLAN, RELEASE]
-        link.leave("")
 
 
 @pytest.mark.parametrize("cut", [0, 5])
