@@ -29,8 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of DDP's
 import torch.distributed as dist
 from pool import WorkerPool
 
-from fuzz.case import Case
-from fuzz.draw import draw
+from fuzz.case import Case, draw
 from fuzz.judge import judge, may, mortal
 from fuzz.play import TIMEOUT_S, Played, play
 from fuzz.roles import play_role
@@ -46,8 +45,6 @@ PRELOAD = (
 
 @dataclass
 class Tally:
-    """Figures of a run."""
-
     cases: int = 0
     steps: int = 0
     ends: Counter[str] = field(default_factory=Counter)
@@ -64,7 +61,6 @@ class Tally:
         )
 
     def add(self, case: Case, failure: str, played: list[Played | None], seconds: float) -> None:
-        """One case more."""
         self.cases += 1
         self.slowest = max(self.slowest, (seconds, case.to_line()))
         for rank, one in enumerate(played):
@@ -125,7 +121,6 @@ def run(
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones count up from it")
     parser.add_argument("--seconds", type=float, help="no case begins after this; 60 where --cases is not given")

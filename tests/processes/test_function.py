@@ -35,8 +35,6 @@ SPANNING = [[90], [40, 50], [70, 20], [90]]
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of a call, and sizes of heads."""
-
     heads: int = 8
     kv_heads: int = 4
     dim: int = 16
@@ -302,7 +300,6 @@ def _plan(*given: Any, **named: Any) -> Callable[..., Any]:
 
 
 def _rows_of(change: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
-    """Rows that are not those of the plan."""
     sizes = {"heads": 8, "kv_heads": 4, "head_dim": 16}
     return lambda q, k, v: deepspeed_cad.open(BLOCK).plan([0, 90], **sizes).attend(*change(q, k, v), layer=3)
 

@@ -39,8 +39,6 @@ def _reason(model: torch.nn.Module) -> str:
 
 
 class _Recorder:
-    """Between a session and its transport: notes what starts and what is waited for."""
-
     def __init__(self, inner: Any) -> None:
         self._inner, self.events = inner, []
 
@@ -143,8 +141,6 @@ def _with_a_number(rank: int, world: int) -> str:
     from deepspeed_cad.session import close_session
 
     class Counting(LlamaModel):
-        """Its output has a number of all rows."""
-
         @functools.wraps(LlamaModel.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)

@@ -51,7 +51,6 @@ NAMES = ["qwen3, tied", "qwen3, two kinds of layers", "qwen3 moe", "gpt-oss"]
 
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss of one step; the gradients of this stage; and the checkpoint after the step."""
     import deepspeed_cad
 
     deepspeed = pipelines.start()

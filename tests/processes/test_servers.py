@@ -124,8 +124,6 @@ KIB = 2**-20
 
 
 class Counted(NamedTuple):
-    """What a process gives."""
-
     result: Any
     most: int
     """Bytes that were landing at once."""
@@ -182,7 +180,6 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) ->
 
 
 def _check(found: list[Counted], trainers: int, limit: float) -> None:
-    """Exact, in as many waves on every process, and within the limit (bytes)."""
     assert all(one.result["worst"] < 1e-10 for one in found[:trainers]), found
     assert all(0 < one.most <= limit for one in found), found
     assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found

@@ -61,7 +61,6 @@ def inputs(rows: int, dtype: torch.dtype = torch.float64, spread: float = 1.0) -
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same for one document by autograd."""
     return document_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), 1.0)[None]
 
 
@@ -120,7 +119,6 @@ def checkpointed(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *
 
 
 def run_whole(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    """The same without checkpointing."""
     return change(layer(*given))
 
 
@@ -223,7 +221,6 @@ def tick_call() -> TickCall:
 
 
 def rows() -> list[torch.Tensor]:
-    """Q, K, V as [ROWS, heads, size]."""
     return [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in inputs(ROWS)]
 
 

@@ -191,7 +191,6 @@ def test_recomputing_calls_hold_nothing_between_forward_and_backward() -> None:
 
 
 def tensors_of(calls: list[AttentionCall]) -> list[torch.Tensor]:
-    """All tensors that the states of calls reach."""
     found: dict[int, torch.Tensor] = {}
     todo: list[Any] = [call.state for call in calls]
     seen: set[int] = set()

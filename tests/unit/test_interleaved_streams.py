@@ -83,7 +83,6 @@ class Transport:
 
 
 def make_setup(transport: Transport, call: Call, serves: bool) -> Any:
-    """What run_tasks and ServedPass ask of a call."""
     shares = transport.one.waves + 1
     return SimpleNamespace(
         span=lambda *_, **__: nullcontext(), label=f"part {call[0]}, layer {call[1]}", turn=0, aside=None, gain=None,
@@ -177,7 +176,6 @@ def serve_all(clock: Clock, kind: str, one: Seconds, orders: list[tuple[str, Cal
 
 
 def on_streams(kind: str, one: Seconds, backward: bool, serves: bool = False) -> float:
-    """Seconds of a pass."""
     clock = Clock()
     trainer = Trainer(clock, kind, one, serves)
     trainer.train(backward)
@@ -301,8 +299,6 @@ def test_plans_beside_servers_choose_waves(session: Session, waves: str | int, c
 
 
 class Logged:
-    """A transport that notes what starts and what is waited for."""
-
     two_ways = False
 
     def __init__(self, waves: int) -> None:

@@ -38,8 +38,6 @@ def plan_of(tick: Tick, server: int = 0) -> Plan:
 
 
 class Said:
-    """What ranks compared."""
-
     def __init__(self) -> None:
         self.values: list[tuple[int, str]] = []
 
@@ -179,13 +177,10 @@ def read(*given: Any) -> LayerInput:
 
 
 def layer() -> LayerInput:
-    """The same as a layer hands it on."""
     return read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})
 
 
 class Stage:
-    """Stands for the binding of a pipeline."""
-
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
@@ -210,8 +205,6 @@ def test_a_layer_of_a_pipeline_shows_its_mask(window: int | None) -> None:
 
 
 class Mask:
-    """Stands for the descriptor of a micro-batch."""
-
     def __init__(self, window: int | None) -> None:
         self.window = window
 

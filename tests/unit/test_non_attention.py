@@ -92,7 +92,6 @@ def session() -> Iterator[Session]:
 
 
 def _reserve(session: Session, seconds: list[float] | None, helpers: int = 2, speed: float = 1.0) -> None:
-    """One server of this speed."""
     speeds = None if helpers and speed == 1.0 else np.array([helpers / 2, helpers / 2, speed])
     session.plans.crew = Crew(2, None, None, speeds, Servers(1, 1, helpers))
     session.plans._speeds_at_start = speeds

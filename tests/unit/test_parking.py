@@ -198,7 +198,6 @@ LAYERS = 3
 
 
 def train(way: str, lot: Parking | None) -> tuple[list[Layer], torch.Tensor, list[torch.Tensor]]:
-    """Three layers one behind the other: their calls, the output and the inputs."""
     layers, given = [Layer([8], Modes(parking=lot)) for _ in range(LAYERS)], inputs(8)
     q, k, v = given
     for layer in layers:

@@ -39,7 +39,6 @@ WINDOW = LayerKind(SHAPE, MaskRule(1.0, 1024), torch.bfloat16)
 
 
 def _when(rounds: Rounds, stage: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Round of every micro-batch's forward and backward on a stage."""
     every = range(rounds.count)
     forward = {rounds.forward(r, stage): r for r in every if rounds.forward(r, stage) is not None}
     backward = {rounds.backward(r, stage): r for r in every if rounds.backward(r, stage) is not None}

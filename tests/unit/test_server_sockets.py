@@ -48,8 +48,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 class Guests:
-    """Whoever connects to a server."""
-
     def __init__(self, pool: ThreadPoolExecutor, trainers: int, limit_s: float = 30.0) -> None:
         listener = Listener(7, HERE)
         self.pool, self.door, self.open = pool, listener.door, list[socket.socket]()
@@ -65,7 +63,6 @@ class Guests:
         return self.pool.submit(connect_to, rank, "server 7", self.door)
 
     def talk(self, *trainers: Future[socket.socket]) -> None:
-        """Each trainer's socket is the server's for its rank."""
         found = self.accepted.result(20)
         for rank, trainer in enumerate(trainers):
             connection = trainer.result(20)
@@ -76,7 +73,6 @@ class Guests:
 
 @pytest.fixture
 def come(pool: ThreadPoolExecutor) -> Iterator[Callable[..., Guests]]:
-    """Makes a server that listens."""
     made: list[Guests] = []
     yield lambda *given: made.append(Guests(pool, *given)) or made[-1]
     for guests in made:
@@ -287,8 +283,6 @@ SILENT_S = 0.4
 
 
 class Ends:
-    """The sockets of one connection, and the board."""
-
     def __init__(self, store: dist.Store) -> None:
         self.store = store
         self.trainer, self.server = socket.socketpair()

@@ -46,7 +46,6 @@ JOINED = CADConfig(servers={"joined": 1})
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    """HOST:PORT of a job's store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield f"127.0.0.1:{store.port}"
 
@@ -98,7 +97,6 @@ def test_two_launches_at_one_rendezvous(place: str) -> None:
 
 @pytest.mark.parametrize(("reason", "kind"), [("", Abandoned), ("ValueError: no data", CADPeerError)])
 def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
-    """It ends well where the trainer did."""
     Rendezvous(Split(2, 1, 0, place), 20.0).leave(reason)
     with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD.*{reason}"):
         Rendezvous(Split(2, 1, 2, place), 20.0).meet(Hello.of(Split(2, 1, 2, place), CONFIG))
@@ -152,7 +150,6 @@ def test_a_newcomer_that_dies_on_its_way_hides_nobody(place: str, does: tuple[st
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a launcher starts rank 1 of 3."""
     for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     # So that what the tests set is put back.
@@ -203,7 +200,6 @@ class Job:
         self.servers = SurvivingServers(meeting, CHANGES, self.link.liveness, self.link, torch.device("cpu"))
 
     def knock(self, number: int) -> Rendezvous:
-        """A server comes; nobody says that it lives on."""
         role = Split(1, 1, number, self.place)
         meeting = Rendezvous(role, CHANGES.timeout_s)
         meeting.knock(Hello.of(role, CHANGES))
