@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
 from deepspeed_cad.integrations.models import refuse_model
-from deepspeed_cad.integrations.pipeline_parts import (
+from deepspeed_cad.integrations.pipeline import (
     Embedding,
     Head,
     Load,
@@ -126,9 +126,7 @@ class _Pipeline(PipelineModule):
         mine = self._kinds[self._local_start : self._local_stop]
         tied = bool(self.skeleton.config.tie_word_embeddings)
         model = self._load(
-            {kind for kind in mine if isinstance(kind, int)},
-            "embedding" in mine or tied,
-            "head" in mine,
+            {kind for kind in mine if isinstance(kind, int)}, "embedding" in mine or tied, "head" in mine
         )
         decoder = find_decoder(model)
         embedding = model.get_input_embeddings()
@@ -182,7 +180,6 @@ class _Tied(TiedLayerSpec):
         self._make = build
 
     def build(self, log: bool = False) -> Any:
-        """The module, with its weights."""
         return None if self._make is None else self._make()
 
 

@@ -145,9 +145,7 @@ def serve_arrived_backward(
 
 
 def gradients_back(
-    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    own: Gradients,
-    landing: tuple[torch.Tensor, torch.Tensor],
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor], own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
 ) -> list[Returning]:
     """Gradients of served tasks, to be placed in dQ of `own` and added to `landing` at home."""
     dq_RGD, dk_S1D, dv_S1V = made
@@ -156,13 +154,6 @@ def gradients_back(
         Returning(KEY, dk_S1D.flatten(1), landing[0], add=True),
         Returning(KEY, dv_S1V.flatten(1), landing[1], add=True),
     ]
-
-
-def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
-    gradients = finish_back(setup, done.back, done.own, done.landing)
-    setup.counts.backwards += 1
-    dk, dv = gradients.dk_UKD.to(done.started.k_UKD.dtype), gradients.dv_UKV.to(done.started.v_UKV.dtype)
-    return Gradients(gradients.dq_THD, dk, dv)
 
 
 def new_landing(
@@ -181,21 +172,20 @@ def new_landing(
     return torch.empty_like(k_UKD), torch.empty_like(v_UKV)
 
 
-def finish_back(
-    setup: CallSetup, back: Return | None, own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
-) -> Gradients:
+def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
     """Wait for what comes back; the sums of it and of what local batches, which are queued on this stream, made."""
-    if back is None:
-        return own
-    if setup.schedule.lands_apart:
-        back.finish(setup, backward=True)
-        pairs = zip(own[1:], landing, strict=True)
+    dq, *own = done.own
+    if done.back is not None and setup.schedule.lands_apart:
+        done.back.finish(setup, backward=True)
+        pairs = zip(own, done.landing, strict=True)
         # Into the wider one, in place: rounded once.
-        dk, dv = (a.add_(b) if a.element_size() >= b.element_size() else b.add_(a) for a, b in pairs)
-        return Gradients(own.dq_THD, dk, dv)
-    # Where these differ all local batches ran on this stream. What other ranks found is added to the rounded sums.
-    for there, here in zip(landing, own[1:], strict=True):
-        if there is not here:
-            there.copy_(here)
-    back.finish(setup, backward=True)
-    return Gradients(own.dq_THD, *landing)
+        own = [a.add_(b) if a.element_size() >= b.element_size() else b.add_(a) for a, b in pairs]
+    elif done.back is not None:
+        # Where these differ all local batches ran on this stream. What other ranks found is added to the rounded sums.
+        for there, here in zip(done.landing, own, strict=True):
+            if there is not here:
+                there.copy_(here)
+        done.back.finish(setup, backward=True)
+        own = [*done.landing]
+    setup.counts.backwards += 1
+    return Gradients(dq, own[0].to(done.started.k_UKD.dtype), own[1].to(done.started.v_UKV.dtype))

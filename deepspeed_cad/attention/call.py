@@ -9,12 +9,9 @@ The nodes are thin callers of forward.py and backward.py. What one step leaves f
 in `save_for_backward`: under activation checkpointing the second forward of a layer finds O there and neither attends
 nor exchanges. `T` query rows at home, `U` key rows at home; other shapes as in serve.py.
 
-Where what a forward keeps is parked, it leaves `Parked` in place of `Kept`. Where activations are checkpointed or
-offloaded, O is on the device for attention alone: it is parked, and Q, K and V are made again or offloaded by others.
-Else the layer behind attention saves O, its own input, and a second O on the host would free nothing; Q, K and V are
-parked instead, which nobody but attention holds until backward. What this rank keeps of tasks that it served is a
-parcel of its own. A layer that runs again needs its O, and then its MLP needs the most memory there is in a step; what
-was served is fetched behind that, when attention's backward begins.
+Where what a forward keeps is parked, it leaves `Parked` in place of `Kept`: O under checkpointing or offloading, else
+Q, K and V, because the layer behind attention saves O all the same. What was served is a parcel of its own
+(docs/architecture.md, "What is kept may wait in host memory").
 """
 
 from __future__ import annotations
@@ -261,19 +258,15 @@ class AttentionCall:
         self.state, self.first_keys, self.parked = Released(), None, None
 
 
-def _nothing(*given: object) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Calls:
     """How a micro-batch makes its attention calls. By default they run once, on ranks that stay until the job ends."""
 
     make: Callable[[Callable[[], CallSetup]], AttentionCall] = lambda make_setup: AttentionCall(make_setup())
     """The call of one layer and nano-batch."""
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = lambda: None
     """Before the forward of the micro-batch: waits until the ranks are there that take part in it."""
-    renew: Callable[[Any], None] = _nothing
+    renew: Callable[[Any], None] = lambda micro_batch: None
     """Before each call: plans the micro-batch again, if the ranks have changed."""
     compares_plans: bool = True
     """Whether trainers compare plans when they make them; else only the identity of each exchange does."""

@@ -249,7 +249,6 @@ class MaskDescriptor:
         """Around the layers: a layer without them is under reentrant checkpointing, or frozen."""
 
     def part(self, nano_batch: int, interleaved: bool = True) -> MaskDescriptor:
-        """The descriptor of one nano-batch."""
         return MaskDescriptor(
             self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved, self.chunk
         )

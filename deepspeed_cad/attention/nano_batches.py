@@ -31,12 +31,7 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from deepspeed_cad.errors import CADError
@@ -101,12 +96,10 @@ class RandomStream:
             self._states = [torch.Generator(one.device).manual_seed(seed).get_state() for one in self._generators]
 
     def put_on(self) -> None:
-        """Draw from this stream."""
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
     def take_off(self) -> None:
-        """Remember where it is."""
         self._states = [one.get_state() for one in self._generators]
 
 
@@ -127,7 +120,6 @@ class ThreadState:
         self._base: tuple[Any, int] = (None, 0)
 
     def __enter__(self) -> None:
-        """Before it goes on."""
         self._around = self._settings()
         self._base = _top_saved_tensors_default_hooks(True), _len_torch_dispatch_stack()
         for pack, unpack in self._hooks:
@@ -139,7 +131,6 @@ class ThreadState:
         self.random.put_on()
 
     def __exit__(self, *error: Any) -> None:
-        """After it handed over or ended."""
         self.random.take_off()
         self._own = self._settings()
         top, below = self._base

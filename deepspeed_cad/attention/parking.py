@@ -88,7 +88,6 @@ class Parking:
             parcel.leave()
 
     def let_go(self, parcel: Parcel) -> None:
-        """Give back the device memory of one parcel now, if it is still there."""
         if self.stay(parcel):
             parcel.leave()
 

@@ -114,12 +114,10 @@ class NonAttention:
         self._paused: dict[int, bool] = {}
 
     def report(self, model: int) -> Ints:
-        """See Reporter."""
         each = [middle(seconds) for seconds in self._take(model)]
         return np.array([self._pauses(), *(round(seconds * PICOSECONDS) for seconds in each)], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
-        """See Reporter."""
         self._paused[model] = bool(reports[:, 0].any())
         each = self._each.get(model, np.zeros((2, self._trainers)))
         measured = reports[:, 1:].T / PICOSECONDS

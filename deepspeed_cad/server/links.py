@@ -223,7 +223,6 @@ class TrainerLinks:
         start_daemon("trainers", self._listen, None)
 
     def fail(self, reason: str) -> None:
-        """Tell every trainer that this server ends, and why."""
         self._send({"do": FAILED, "reason": reason[:MOST_REASON]})
 
     def _send(self, head: dict[str, Any]) -> None:
@@ -246,7 +245,6 @@ class TrainerLinks:
         return wait_until(self.why, math.inf)
 
     def wait_for_reason(self, seconds: float) -> str:
-        """Why trainers cannot go on, as far as it is known by then."""
         self.ended.wait(seconds)
         return self.reason
 
@@ -294,7 +292,6 @@ class TrainerLinks:
         return bool(reason)
 
     def _explain(self, trainer: int, error: OSError) -> None:
-        """The connection to a trainer has ended."""
         said = wait_until(lambda: self._is_given_up() or self._said(trainer), GRACE_S)
         if isinstance(said, str) and said:
             return self._end(f"trainer {trainer} stopped: {said}")

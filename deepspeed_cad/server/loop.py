@@ -27,20 +27,9 @@ from typing import Any
 import torch
 
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.backward import (
-    Gradients,
-    gradients_back,
-    serve_arrived_backward,
-    start_backward,
-)
+from deepspeed_cad.attention.backward import Gradients, gradients_back, serve_arrived_backward, start_backward
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
-from deepspeed_cad.attention.forward import (
-    Kept,
-    ServedOutputs,
-    outputs_back,
-    serve_arrived,
-    start_forward,
-)
+from deepspeed_cad.attention.forward import Kept, ServedOutputs, outputs_back, serve_arrived, start_forward
 from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.attention.serve import lse_dtype, new_gradients, new_outputs
@@ -88,7 +77,6 @@ class ServedPass:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of it came back."""
         return self.returned == self.out.count
 
     def dispatch(self, wave: int) -> None:
@@ -245,7 +233,6 @@ class Loop:
             self.counts.tracer.next_micro_batch()
 
     def end_trace(self) -> None:
-        """Training ended: write what was recorded of the timeline."""
         if self.counts.tracer is not None:
             self.counts.tracer.finish()
 
@@ -280,7 +267,6 @@ class Loop:
         call.running = self._forward(call)
 
     def _running(self, call: Call, head: dict[str, Any]) -> ServedPass:
-        """The pass that an order means."""
         if call.running is None or call.running.backward != head["backward"]:
             way = "backward" if head["backward"] else "forward"
             raise CADError(

@@ -127,7 +127,6 @@ class _Server:
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
 
     def _begin_with(self, members: Members) -> None:
-        """Serve in a group of these members."""
         split, config, device, loop = self.split, self.config, self.device, self.loop
         transports = transports_of(config, device)
         opened = open_again(self.meeting, members, self.liveness, device, config.transport, transports)
@@ -175,7 +174,6 @@ class _Server:
         return _say(split, reason) if reason else 0
 
     def _regroup(self, head: dict[str, Any]) -> None:
-        """Servers have changed: begin again in a group with those that are there now."""
         members = Members(head["generation"], self.split.trainers, tuple(head["servers"]), head["exchanges"])
         if self.opened is not None:
             release = self.opened.transport.abandon()

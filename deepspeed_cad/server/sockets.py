@@ -250,7 +250,6 @@ class Inboxes:
         self._waiting = selectors.DefaultSelector()
 
     def add(self, number: int, connection: socket.socket) -> None:
-        """Listen to one more."""
         self._waiting.register(connection, selectors.EVENT_READ, (number, Inbox(connection)))
 
     def read(self, seconds: float) -> Iterator[tuple[int, Frame | OSError]]:
