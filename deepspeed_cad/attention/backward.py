@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, ServedOutputs
@@ -32,19 +33,19 @@ from deepspeed_cad.schedule import KEY, QUERY
 class Gradients(NamedTuple):
     """dQ in the dtype of Q; dK and dV wider where local batches add to the same keys."""
 
-    dq_THD: torch.Tensor
-    dk_UKD: torch.Tensor
-    dv_UKV: torch.Tensor
+    dq_THD: Tensor
+    dk_UKD: Tensor
+    dv_UKV: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardStarted:
     """dO, Q, K and V are on their way."""
 
-    do_THV: torch.Tensor
-    q_THD: torch.Tensor
-    k_UKD: torch.Tensor
-    v_UKV: torch.Tensor
+    do_THV: Tensor
+    q_THD: Tensor
+    k_UKD: Tensor
+    v_UKV: Tensor
     kept: Kept
     out: WavesOut
 
@@ -56,19 +57,13 @@ class BackwardServed:
     started: BackwardStarted
     own: Gradients
     """Of local batches; dQ also takes what other ranks send."""
-    landing: tuple[torch.Tensor, torch.Tensor]
+    landing: tuple[Tensor, Tensor]
     """dK and dV that take what other ranks send: those of `own`, or others to copy them to where they are wider."""
     back: Return | None
 
 
 def start_backward(
-    setup: CallSetup,
-    kept: Kept,
-    do_THV: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_UKD: torch.Tensor,
-    v_UKV: torch.Tensor,
-    at_once: bool = True,
+    setup: CallSetup, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, at_once: bool = True
 ) -> BackwardStarted:
     """Start sending dO, Q, K, V once more, and O and LSE where servers keep none; `at_once` as in start_forward."""
     travel = setup.modes.results_travel
@@ -84,13 +79,13 @@ def start_backward(
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
 
 
-def with_packed_heads(do_THV: torch.Tensor) -> torch.Tensor:
+def with_packed_heads(do_THV: Tensor) -> Tensor:
     """dO as slices are taken from it: each row's heads lie side by side. Gradients that autograd makes may be views."""
     packed = do_THV.stride(-1) == 1 and do_THV.stride(-2) == do_THV.shape[-1]
     return do_THV if packed else do_THV.contiguous()
 
 
-def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: torch.Tensor) -> torch.Tensor | None:
+def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: Tensor) -> Tensor | None:
     """[H], from this rank's own rows; needs no other rank."""
     if kept.sinks_H is None:
         return None
@@ -111,7 +106,7 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
     def run(batches: Batches) -> None:
         run_local_backward(setup, batches, home, k, v, own.dk_UKD, own.dv_UKV)
 
-    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
+    def serve(wave: int, arrived: list[Tensor]) -> tuple[None, Returned]:
         if setup.modes.results_travel:
             do_RW, q_RW, o_RW, lse_RG, *keys = arrived
             served, arrived = ServedOutputs(o_RW.unflatten(1, (-1, v.shape[2])), lse_RG), [do_RW, q_RW, *keys]
@@ -125,13 +120,8 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
 
 def serve_arrived_backward(
-    setup: CallSetup,
-    wave: int,
-    started: BackwardStarted,
-    served: ServedOutputs,
-    arrived: list[torch.Tensor],
-    own: Gradients,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    setup: CallSetup, wave: int, started: BackwardStarted, served: ServedOutputs, arrived: list[Tensor], own: Gradients
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV of what was served in a wave, from the dO that arrived; dQ of rows that stayed in place goes into
     `own`."""
     kept = started.kept
@@ -145,7 +135,7 @@ def serve_arrived_backward(
 
 
 def gradients_back(
-    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor], own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
+    made: tuple[Tensor, Tensor, Tensor], own: Gradients, landing: tuple[Tensor, Tensor]
 ) -> list[Returning]:
     """Gradients of served tasks, to be placed in dQ of `own` and added to `landing` at home."""
     dq_RGD, dk_S1D, dv_S1V = made
@@ -156,9 +146,7 @@ def gradients_back(
     ]
 
 
-def new_landing(
-    setup: CallSetup, own: Gradients, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def new_landing(setup: CallSetup, own: Gradients, k_UKD: Tensor, v_UKV: Tensor) -> tuple[Tensor, Tensor]:
     """Where dK and dV that come back are added: to what local batches made, or to zeros of their own.
 
     Early waves come back while local batches still write the same rows. Sums over waves are not rounded in between.

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
@@ -35,7 +36,7 @@ class Wave:
     """Own rows, in place, with keys that landed."""
     keys_overlap: bool
     """Whether these batches do not cover the key rows once each: their dK and dV add up, or some have none."""
-    group: torch.Tensor
+    group: Tensor
     """[R] head group of every served query row."""
 
 
@@ -50,7 +51,7 @@ class DeviceSchedule:
     wave's served ones, while results are on their way back."""
     local_keys_overlap: bool
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
-    padding: torch.Tensor
+    padding: Tensor
     """Rows of the query buffer without a task."""
     keys_return_often: bool = False
     """Whether dK and dV of the same rows and group come back in several waves: waves were cut by rows."""

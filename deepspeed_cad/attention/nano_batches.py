@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
@@ -164,14 +165,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def unseen_by_checkpointing(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def unseen_by_checkpointing(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A step of attention of which selective checkpointing sees no operation.
 
     It takes what it kept again by how often an operation ran before, and attention runs in the forward only.
     """
 
     @wraps(step)
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: Any) -> Tensor:
         modes = _get_current_dispatch_mode_stack()
         hides = any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
         with _disable_current_modes() if hides else nullcontext():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches, DeviceSchedule, Wave
 from deepspeed_cad.attention.setup import CallSetup
@@ -21,14 +22,14 @@ from deepspeed_cad.schedule import Batch
 class HomeRows(NamedTuple):
     """A rank's own rows in the backward, as half-local batches read them; `dq_THD` is written."""
 
-    do_THV: torch.Tensor
-    q_THD: torch.Tensor
-    o_THV: torch.Tensor
-    lse_TH: torch.Tensor
-    dq_THD: torch.Tensor
+    do_THV: Tensor
+    q_THD: Tensor
+    o_THV: Tensor
+    lse_TH: Tensor
+    dq_THD: Tensor
 
 
-def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fold_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE of a softmax with one more logit per head that has no value: sinks [H] or [rows, H]."""
     # On a CPU the last numbers of a vector loop round otherwise than those before them, by where they lie: not in fp64.
     wide = torch.float64 if lse.device.type == "cpu" else lse.dtype
@@ -36,9 +37,7 @@ def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple
     return o * torch.exp(lse.to(wide) - total).unsqueeze(-1).to(o.dtype), total.to(lse.dtype)
 
 
-def new_outputs(
-    schedule: DeviceSchedule, q_THD: torch.Tensor, v_TKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def new_outputs(schedule: DeviceSchedule, q_THD: Tensor, v_TKV: Tensor) -> tuple[Tensor, Tensor]:
     """O [T, H, V] and LSE [T, H] to be filled; padding is zero."""
     rows, heads = q_THD.shape[:2]
     o_THV = q_THD.new_empty(rows, heads, v_TKV.shape[2])
@@ -52,12 +51,12 @@ def new_outputs(
 def run_local(
     setup: CallSetup,
     batches: Batches,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
-    sinks_H: torch.Tensor | None = None,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKV: Tensor,
+    o_THV: Tensor,
+    lse_TH: Tensor,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """Run local batches and write their rows and heads of O and LSE.
 
@@ -76,12 +75,12 @@ def run_served(
     setup: CallSetup,
     wave: Wave,
     received: Three,
-    q_THD: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
-    sinks_RG: torch.Tensor | None = None,
-    sinks_H: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_THD: Tensor,
+    o_THV: Tensor,
+    lse_TH: Tensor,
+    sinks_RG: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides. Half-local ones, the rank's own
     rows with keys that arrived, are run where they are, into `o_THV` and `lse_TH`.
 
@@ -113,8 +112,8 @@ def run_served(
 
 
 def _attend(
-    setup: CallSetup, sequences: Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    into_o: torch.Tensor, into_lse: torch.Tensor, sinks: torch.Tensor | None,
+    setup: CallSetup, sequences: Sequences, q: Tensor, k: Tensor, v: Tensor,
+    into_o: Tensor, into_lse: Tensor, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     o, lse = setup.kernel.forward(q, k, v, sequences, setup.rule, into_o)
     if sinks is not None:
@@ -125,8 +124,8 @@ def _attend(
 
 
 def new_gradients(
-    schedule: DeviceSchedule, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    schedule: DeviceSchedule, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [T, H, D] to be filled, and dK [T, K, D], dV [T, K, V], zero; wider where local batches share key rows."""
     wide = lse_dtype(k_TKD.dtype) if schedule.local_keys_overlap else k_TKD.dtype
     dq = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -137,8 +136,8 @@ def new_gradients(
 
 
 def run_local_backward(
-    setup: CallSetup, batches: Batches, home: HomeRows, k_TKD: torch.Tensor, v_TKV: torch.Tensor, dk_TKD: torch.Tensor,
-    dv_TKV: torch.Tensor,
+    setup: CallSetup, batches: Batches, home: HomeRows, k_TKD: Tensor, v_TKV: Tensor, dk_TKD: Tensor,
+    dv_TKV: Tensor,
 ) -> None:  # fmt: skip
     """Run local batches backward: dQ of `home`, dK and dV are written, or added to where batches share rows of these.
 
@@ -152,9 +151,9 @@ def run_local_backward(
 
 
 def run_served_backward(
-    setup: CallSetup, wave: Wave, do_RGV: torch.Tensor, received: Three, o_RGV: torch.Tensor, lse_RG: torch.Tensor,
+    setup: CallSetup, wave: Wave, do_RGV: Tensor, received: Three, o_RGV: Tensor, lse_RG: Tensor,
     home: HomeRows,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ [R, G, D], dK [S, 1, D], dV [S, 1, V] of the served and half-local tasks, made here; dQ of half-local ones is
     written at home. dO and `received` as in `run_served`, or kept since the forward; O and LSE are what that gave."""
     q_RGD, k_S1D, v_S1V = received
@@ -183,7 +182,7 @@ def run_served_backward(
 
 
 def _differentiate(
-    setup: CallSetup, sequences: Sequences, do: torch.Tensor, qkv: Three, o: torch.Tensor, lse: torch.Tensor,
+    setup: CallSetup, sequences: Sequences, do: Tensor, qkv: Three, o: Tensor, lse: Tensor,
     into: Three, add: bool,
 ) -> None:  # fmt: skip
     """Write dQ, dK and dV; with `add`, add to dK and dV."""
@@ -197,19 +196,19 @@ def _differentiate(
             target.copy_(value)
 
 
-def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Three:
+def as_received(arrived: list[Tensor], q_THD: Tensor) -> Three:
     """Q, K and V that a transport delivered, [rows, width] each, as the kernel takes them."""
     q_RW, k_SD, v_SV = arrived
     return q_RW.unflatten(1, (-1, q_THD.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
 
 
-def by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
+def by_group(x_THD: Tensor, k_UKD: Tensor) -> Tensor:
     """[T, K, G·D]: the heads of a group side by side, a view; a copy where the heads of a row are not contiguous."""
     x = x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()
     return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
 
 
-def keys_by_group(x_S1D: torch.Tensor, batch: Batch) -> torch.Tensor:
+def keys_by_group(x_S1D: Tensor, batch: Batch) -> Tensor:
     """[keys, groups, D]: key rows of a batch in a group-major tensor, a view; one group where the batch is served."""
     row, width = x_S1D.stride(0), x_S1D.shape[2]
     groups = batch.group_end - batch.group_begin

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
 from deepspeed_cad.attention.parking import Parking
@@ -80,10 +81,10 @@ class WavesOut:
         self.under_way.append(self.start(self.started))
         self.started += 1
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         return self.under_way.popleft().wait()
 
-    def nothing(self) -> list[torch.Tensor]:
+    def nothing(self) -> list[Tensor]:
         """What a wave brings of which nothing is served here."""
         return [one.home.new_empty(0, one.home.shape[-1]) for one in self.fields]
 

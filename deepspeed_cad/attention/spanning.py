@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
@@ -61,17 +62,17 @@ class Heads:
     """How head groups are divided."""
 
     waves: list[Wave]
-    index: tuple[torch.Tensor, torch.Tensor]
+    index: tuple[Tensor, Tensor]
     """[G · n] each: head group and row of what leaves home, one wave behind the other."""
 
-    def leave(self, rows_GnX: torch.Tensor) -> list[torch.Tensor]:
+    def leave(self, rows_GnX: Tensor) -> list[Tensor]:
         """Rows of each wave, as they leave home. Differentiable."""
-        ordered: torch.Tensor = _Order.apply(rows_GnX, self.index, None)
+        ordered: Tensor = _Order.apply(rows_GnX, self.index, None)
         return list(ordered.split([wave.way.out.query_tokens for wave in self.waves]))
 
-    def come_home(self, waves: list[torch.Tensor], groups: int) -> torch.Tensor:
+    def come_home(self, waves: list[Tensor], groups: int) -> Tensor:
         """The reverse: [G, n, …]."""
-        found: torch.Tensor = _Order.apply(torch.cat(waves), self.index, groups)
+        found: Tensor = _Order.apply(torch.cat(waves), self.index, groups)
         return found
 
 
@@ -84,12 +85,12 @@ class Before(NamedTuple):
     """Rows before pieces, for a convolution."""
 
     way: Way
-    sent: torch.Tensor
+    sent: Tensor
     """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
-    joined: torch.Tensor
+    joined: Tensor
     """What the convolution runs on, chosen from a blank row, the rows of this rank and those that came, in that order:
     each piece behind the rows before it, blank ones at the begin of a document."""
-    own: torch.Tensor
+    own: Tensor
     """Where the rows of this rank lie in that."""
 
 
@@ -129,7 +130,7 @@ class Spanning:
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
         """In the order in which they first ran."""
-        self._came: dict[Hashable, torch.Tensor] = {}
+        self._came: dict[Hashable, Tensor] = {}
 
     def heads(self, groups: int, size: int = 0, label: str = "") -> Heads:
         """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
@@ -146,13 +147,13 @@ class Spanning:
             self._before[count] = self._look_back(count)
         return self._before[count]
 
-    def move(self, way: Way, layer: Hashable, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def move(self, way: Way, layer: Hashable, tensors: list[Tensor]) -> list[Tensor]:
         """Rows where they are needed: tensors [rows of the way's home, …] to [rows that land, …]. Differentiable.
         `layer` tells it from the other layers of the micro-batch."""
         return list(_Move.apply(self, way, self._number(layer), None, *tensors))
 
     @unseen_by_checkpointing
-    def bring(self, before: Before, layer: Hashable, rows: torch.Tensor) -> torch.Tensor:
+    def bring(self, before: Before, layer: Hashable, rows: Tensor) -> Tensor:
         """The rows before pieces, out of those of this rank. Differentiable. They are few and kept: where activation
         checkpointing runs the layer again, nothing moves."""
         came, recomputes = self._came.get(layer), in_backward()
@@ -166,9 +167,7 @@ class Spanning:
     def _number(self, layer: Hashable) -> int:
         return self._layers.setdefault(layer, len(self._layers))
 
-    def exchange(
-        self, way: Way, layer: int, tensors: tuple[torch.Tensor, ...], backward: bool
-    ) -> tuple[torch.Tensor, ...]:
+    def exchange(self, way: Way, layer: int, tensors: tuple[Tensor, ...], backward: bool) -> tuple[Tensor, ...]:
         """The same without gradients. One field of bytes: rows of several types travel as one message."""
         rows = torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in tensors], dim=1)
         moment = Moment(self._turn, layer, backward)
@@ -258,7 +257,7 @@ class Spanning:
             begin[here] = np.cumsum(size[here]) - size[here]
         return begin, np.bincount(rank, weights=size, minlength=self._ranks).astype(np.int64)
 
-    def _to_device(self, index: Ints) -> torch.Tensor:
+    def _to_device(self, index: Ints) -> Tensor:
         return torch.from_numpy(index).to(self._device)
 
     def _way(self, table: Ints, at_home: Ints, landed: Ints) -> Way:
@@ -290,15 +289,13 @@ class _Move(torch.autograd.Function):
     """An exchange whose backward is the same the other way round."""
 
     @staticmethod
-    def forward(
-        ctx: Any, spanning: Spanning, way: Way, layer: int, kept: torch.Tensor | None, *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, spanning: Spanning, way: Way, layer: int, kept: Tensor | None, *tensors: Tensor) -> Any:
         """`kept`: what the same exchange brought before."""
         ctx.given = spanning, way.reverse(), layer
         return spanning.exchange(way, layer, tensors, backward=False) if kept is None else (kept.detach(),)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         spanning, way, layer = ctx.given
         return None, None, None, None, *spanning.exchange(way, layer, gradients, backward=True)
 
@@ -308,18 +305,16 @@ class _Order(torch.autograd.Function):
     nothing."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, index: tuple[Tensor, Tensor], groups: int | None) -> Tensor:
         ctx.given = index, rows.shape[0] if groups is None else None
         return _ordered(rows, index, groups)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _ordered(gradient, *ctx.given), None, None
 
 
-def _ordered(rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int | None) -> torch.Tensor:
+def _ordered(rows: Tensor, index: tuple[Tensor, Tensor], groups: int | None) -> Tensor:
     if groups is None:
         return rows[index]
     found = rows.new_empty(groups, len(rows) // groups, *rows.shape[1:])

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.backward import Gradients
 from deepspeed_cad.attention.call import AttentionCall, Pass
@@ -59,9 +60,7 @@ class SurvivingCall(AttentionCall):
         self._began_with = -1
         """The generation of the attempt."""
 
-    def start_forward(
-        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None
-    ) -> None:
+    def start_forward(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None) -> None:
         self._begin(lambda attempt: attempt.start_forward(q_THD, k_UKD, v_UKV, sinks_H))
 
     def serve_forward(self) -> None:
@@ -74,9 +73,7 @@ class SurvivingCall(AttentionCall):
             self._forget()
         return kept
 
-    def start_backward(
-        self, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> None:
+    def start_backward(self, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor) -> None:
         """See AttentionCall; attends again first where its forward ran with other servers."""
 
         def start(attempt: AttentionCall) -> None:

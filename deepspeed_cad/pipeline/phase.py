@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.backward import collect_backward, serve_backward, start_backward
 from deepspeed_cad.attention.call import AttentionCall
@@ -76,7 +77,7 @@ def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
     """A tick on a rank that has no layer in it, or in whose layer no gradient is wanted."""
     shape, rows = kind.shape, setup.schedule.query_tokens
 
-    def zeros(*size: int, dtype: torch.dtype = kind.dtype) -> torch.Tensor:
+    def zeros(*size: int, dtype: torch.dtype = kind.dtype) -> Tensor:
         return torch.zeros(rows, *size, dtype=dtype, device=setup.device)
 
     # In a backward, rows of a layer whose gradient nobody wants are in the plan all the same: they have none.
@@ -96,11 +97,9 @@ class TickCall(AttentionCall):
         """`backward` begins this layer's backward tick; called when its gradient is there."""
         super().__init__(forward)
         self.enter_backward = backward
-        self.sinks_H: torch.Tensor | None = None
+        self.sinks_H: Tensor | None = None
 
-    def start_forward(
-        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None
-    ) -> None:
+    def start_forward(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None) -> None:
         self.sinks_H = None if sinks_H is None else sinks_H.clone()
         super().start_forward(q_THD, k_UKD, v_UKV, None)
 
@@ -111,16 +110,14 @@ class TickCall(AttentionCall):
         o, lse = fold_sinks(kept.o_THV, kept.lse_TH, self.sinks_H)
         return Kept(o, lse, (), self.sinks_H, version_of(o))
 
-    def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> None:
+    def keep(self, kept: Kept, inputs: tuple[Tensor, ...]) -> None:
         # Saved plainly, O stays for the layer behind attention, and LSE alone is not worth the way.
         if self._saved_plainly:
             self.state = kept
         else:
             super().keep(kept, ())
 
-    def start_backward(
-        self, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> None:
+    def start_backward(self, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor) -> None:
         self.setup = self.enter_backward()
         super().start_backward(kept, do_THV, q_THD, k_UKD, v_UKV)
 
@@ -178,7 +175,7 @@ class StageMicroBatch:
     calls: dict[Hashable, TickCall] = field(default_factory=dict)
     """By attention module."""
 
-    def attend(self, layer: LayerInput) -> torch.Tensor:
+    def attend(self, layer: LayerInput) -> Tensor:
         """O [T, H, V] of one layer; one that is recomputed in the backward gets its call of the forward."""
         rows, call = layer.rows(), self.calls.get(layer.layer)
         forward = self.phase is not None and not self.phase.backward
