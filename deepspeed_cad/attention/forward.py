@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_tasks
-from deepspeed_cad.attention.serve import as_received, by_group, lse_dtype, new_outputs, run_local, run_served
+from deepspeed_cad.attention.serve import Outputs, as_received, by_group, lse_dtype, new_outputs, run_local, run_served
 from deepspeed_cad.attention.setup import CallSetup, WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
@@ -112,25 +112,24 @@ def start_forward(
 def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     """Run local and served batches, start sending O back."""
     q, k, v, sinks = started.q_THD, started.k_UKD, started.v_UKV, started.sinks_H
-    o, lse = new_outputs(setup.schedule, q, v)
+    into = new_outputs(setup.schedule, q, v)
 
     def run(batches: Batches) -> None:
-        run_local(setup, batches, q, k, v, o, lse, sinks)
+        run_local(setup, batches, (q, k, v), into, sinks)
 
     def serve(wave: int, arrived: list[Tensor]) -> tuple[ServedOutputs | None, Returned]:
-        served = serve_arrived(setup, wave, started, arrived, o, lse)
-        back = setup.give_back(wave, outputs_back(setup, started, served, o, lse))
+        served = serve_arrived(setup, wave, started, arrived, into)
+        back = setup.give_back(wave, outputs_back(setup, started, served, into))
         return (None if setup.modes.results_travel else served), back
 
     made, back = run_tasks(setup, started.out, run, serve)
-    return ForwardServed(started, o, lse, tuple(one for one in made if one is not None), back)
+    return ForwardServed(started, *into, tuple(one for one in made if one is not None), back)
 
 
 def serve_arrived(
-    setup: CallSetup, wave: int, started: ForwardStarted, arrived: list[Tensor], o_THV: Tensor, lse_TH: Tensor
+    setup: CallSetup, wave: int, started: ForwardStarted, arrived: list[Tensor], into: Outputs
 ) -> ServedOutputs:
-    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks, into `o_THV` and `lse_TH`
-    where these stay in place."""
+    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks, `into` where these stay."""
     part, sinks_H = setup.schedule.waves[wave], started.sinks_H
     received = as_received(arrived[:3], started.q_THD)
     sinks_RG = None
@@ -138,18 +137,16 @@ def serve_arrived(
         sinks_RG = arrived[3] if setup.modes.sinks_travel else sinks_H.view(-1, received[0].shape[1])[part.group]
     with setup.span("served", aside=setup.aside is not None):
         # All of it before the return starts: that tells the others that what landed has been read.
-        return ServedOutputs(*run_served(setup, part, received, started.q_THD, o_THV, lse_TH, sinks_RG, sinks_H))
+        return ServedOutputs(*run_served(setup, part, received, started.q_THD, into, sinks_RG, sinks_H))
 
 
-def outputs_back(
-    setup: CallSetup, started: ForwardStarted, served: ServedOutputs, o_THV: Tensor, lse_TH: Tensor
-) -> list[Returning]:
-    """O of served tasks, and LSE where backward at home needs it, to be placed in `o_THV` and `lse_TH` there."""
+def outputs_back(setup: CallSetup, started: ForwardStarted, served: ServedOutputs, into: Outputs) -> list[Returning]:
+    """O of served tasks, and LSE where backward at home needs it, to be placed `into` there."""
     groups = started.k_UKD.shape[1]
-    fields = [Returning(QUERY, served.o_RGV.flatten(1), o_THV.unflatten(1, (groups, -1)).flatten(2))]
+    fields = [Returning(QUERY, served.o_RGV.flatten(1), into.o_THV.unflatten(1, (groups, -1)).flatten(2))]
     if started.sinks_H is not None or setup.modes.results_travel:
         # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
-        fields.append(Returning(QUERY, served.lse_RG.contiguous(), lse_TH.unflatten(1, (groups, -1))))
+        fields.append(Returning(QUERY, served.lse_RG.contiguous(), into.lse_TH.unflatten(1, (groups, -1))))
     return fields
 
 

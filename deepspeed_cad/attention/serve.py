@@ -19,6 +19,13 @@ from deepspeed_cad.kernels.interface import Sequences, Three
 from deepspeed_cad.schedule import Batch
 
 
+class Outputs(NamedTuple):
+    """O and LSE of a rank's own rows, to be filled."""
+
+    o_THV: Tensor
+    lse_TH: Tensor
+
+
 class HomeRows(NamedTuple):
     """A rank's own rows in the backward, as half-local batches read them; `dq_THD` is written."""
 
@@ -37,38 +44,28 @@ def fold_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return o * torch.exp(lse.to(wide) - total).unsqueeze(-1).to(o.dtype), total.to(lse.dtype)
 
 
-def new_outputs(schedule: DeviceSchedule, q_THD: Tensor, v_TKV: Tensor) -> tuple[Tensor, Tensor]:
-    """O [T, H, V] and LSE [T, H] to be filled; padding is zero."""
+def new_outputs(schedule: DeviceSchedule, q_THD: Tensor, v_TKV: Tensor) -> Outputs:
+    """For the rows of Q; padding is zero."""
     rows, heads = q_THD.shape[:2]
     o_THV = q_THD.new_empty(rows, heads, v_TKV.shape[2])
     lse_TH = torch.empty(rows, heads, dtype=lse_dtype(q_THD.dtype), device=q_THD.device)
     if len(schedule.padding):
         o_THV[schedule.padding] = 0
         lse_TH[schedule.padding] = 0
-    return o_THV, lse_TH
+    return Outputs(o_THV, lse_TH)
 
 
-def run_local(
-    setup: CallSetup,
-    batches: Batches,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKV: Tensor,
-    o_THV: Tensor,
-    lse_TH: Tensor,
-    sinks_H: Tensor | None = None,
-) -> None:
+def run_local(setup: CallSetup, batches: Batches, qkv: Three, into: Outputs, sinks_H: Tensor | None = None) -> None:
     """Run local batches and write their rows and heads of O and LSE.
 
     K and V are those of the rank and, in a second nano-batch, of documents that began in the first. `sinks_H`: one
     logit more per head, or None.
     """
+    q_THD, k_TKD, v_TKV = qkv
     for batch, sequences in batches:
         rows, keys, groups, heads = _ranges(batch, q_THD.shape[1] // k_TKD.shape[1])
-        _attend(
-            setup, sequences, q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups],
-            o_THV[rows, heads], lse_TH[rows, heads], None if sinks_H is None else sinks_H[heads],
-        )  # fmt: skip
+        own, part = Outputs(*(x[rows, heads] for x in into)), None if sinks_H is None else sinks_H[heads]
+        _attend(setup, sequences, (q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups]), own, part)
 
 
 def run_served(
@@ -76,13 +73,12 @@ def run_served(
     wave: Wave,
     received: Three,
     q_THD: Tensor,
-    o_THV: Tensor,
-    lse_TH: Tensor,
-    sinks_RG: Tensor | None = None,
-    sinks_H: Tensor | None = None,
+    into: Outputs,
+    sinks_RG: Tensor | None,
+    sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides. Half-local ones, the rank's own
-    rows with keys that arrived, are run where they are, into `o_THV` and `lse_TH`.
+    rows with keys that arrived, are run where they are, into `into`.
 
     `received`: Q, K and V that arrived, with the rank's own rows of tasks that are not run in place. Sinks: one logit
     more per served row and head, and per head of the rank.
@@ -96,31 +92,24 @@ def run_served(
         o_RGV = q_RGD.new_empty(*q_RGD.shape[:2], v_S1V.shape[2])
         lse_RG = torch.empty(q_RGD.shape[:2], dtype=lse_dtype(q_RGD.dtype), device=q_RGD.device)
     else:
-        o_RGV, lse_RG = (
-            results[0]
-            if len(results) == 1
-            else (torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results]))
-        )
+        o_RGV, lse_RG = results[0] if len(results) == 1 else (torch.cat(parts) for parts in zip(*results))
         if sinks_RG is not None:
             o_RGV, lse_RG = fold_sinks(o_RGV, lse_RG, sinks_RG)
     for batch, sequences in wave.half_local:
         rows, _, _, heads = _ranges(batch, q_THD.shape[1] // wave.host.groups)
         k, v = keys_by_group(k_S1D, batch), keys_by_group(v_S1V, batch)
-        sinks = None if sinks_H is None else sinks_H[heads]
-        _attend(setup, sequences, q_THD[rows, heads], k, v, o_THV[rows, heads], lse_TH[rows, heads], sinks)
+        own, sinks = Outputs(*(x[rows, heads] for x in into)), None if sinks_H is None else sinks_H[heads]
+        _attend(setup, sequences, (q_THD[rows, heads], k, v), own, sinks)
     return o_RGV, lse_RG
 
 
-def _attend(
-    setup: CallSetup, sequences: Sequences, q: Tensor, k: Tensor, v: Tensor,
-    into_o: Tensor, into_lse: Tensor, sinks: Tensor | None,
-) -> None:  # fmt: skip
-    o, lse = setup.kernel.forward(q, k, v, sequences, setup.rule, into_o)
+def _attend(setup: CallSetup, sequences: Sequences, qkv: Three, into: Outputs, sinks: Tensor | None) -> None:
+    o, lse = setup.kernel.forward(*qkv, sequences, setup.rule, into.o_THV)
     if sinks is not None:
         o, lse = fold_sinks(o, lse, sinks)
-    if o is not into_o:
-        into_o.copy_(o)
-    into_lse.copy_(lse)
+    if o is not into.o_THV:
+        into.o_THV.copy_(o)
+    into.lse_TH.copy_(lse)
 
 
 def new_gradients(

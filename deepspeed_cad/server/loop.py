@@ -300,15 +300,15 @@ class Loop:
     def _forward(self, call: Call) -> ServedPass:
         setup, (q, _, v) = call.setup, call.home
         started = start_forward(setup, *call.home, call.sinks_H, at_once=False)
-        o, lse = new_outputs(setup.schedule, q, v)
+        into = new_outputs(setup.schedule, q, v)
 
         def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
             with self.busy.timed(self.device):
-                served = serve_arrived(setup, wave, started, arrived, o, lse)
+                served = serve_arrived(setup, wave, started, arrived, into)
             if setup.modes.returns:
                 call.served.append(served)
                 self._hold(served)
-            return outputs_back(setup, started, served, o, lse)
+            return outputs_back(setup, started, served, into)
 
         return ServedPass(setup, False, started.out, serve)
 
