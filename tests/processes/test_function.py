@@ -48,7 +48,6 @@ class Asked:
 OPTIONS = {
     "plain": Asked(),
     "one KV head": Asked(kv_heads=1),
-    "no groups": Asked(kv_heads=8),
     "another value size, as MLA has": Asked(heads=4, kv_heads=4, dim=24, value=16, scale=0.3),
     "all": Asked(window=21, softcap=2.0, scale=0.5, sinks=True, value=8),
 }
@@ -324,9 +323,6 @@ MISTAKES: dict[str, Callable[..., Any]] = {
     ),
     "layer 3: q has shape [89, 8, 16]; the plan of this micro-batch expects [90, 8, 16]": _rows_of(
         lambda q, k, v: (q[1:], k, v)
-    ),
-    "layer 3: q has shape [1, 90, 8, 16]; the plan of this micro-batch expects [90, 8, 16]": _rows_of(
-        lambda q, k, v: (q[None], k, v)
     ),
     "layer 3: v has shape [90, 4, 12]; the plan of this micro-batch expects [90, 4, 16]": _rows_of(
         lambda q, k, v: (q, k, v[..., :12])

@@ -6,7 +6,6 @@ import signal
 import time
 
 import pytest
-import torch
 from jobs import BLOCK, Job
 
 GOES_ON = {**BLOCK, "servers": {"joined": 1}, "on_server_failure": "continue"}
@@ -35,13 +34,6 @@ def test_trainers_that_fail_end_the_servers_with_the_reason(
     assert "rank" in job.said(f"rank{1 - who}").splitlines()[-1] or "Error" in job.said(f"rank{1 - who}")
 
 
-def test_trainers_that_never_train_end_the_servers_well(job: Job) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
-    job.launch_all(3, "idle", "9")
-    assert set(job.ends("rank0").values()) == {0} and store.port == job.port
-    assert "ended without having trained with CAD" in job.said("rank2")
-
-
 def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
     job.launch_all(3, "wait", "9")
     job.wait_for("rank0", "step 1")
@@ -49,14 +41,6 @@ def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
     codes = job.ends("rank2")
     for name in ("rank0", "rank1"):
         assert codes[name] != 0 and "server 2 ended: its process died" in job.said(name)
-
-
-def test_a_server_of_another_launch_joins(job: Job) -> None:
-    job.serve("server")
-    job.wait_for("server", "waits at most")
-    job.launch_all(2, "well", "9", block={**BLOCK, "servers": {"joined": 1}})
-    assert set(job.ends("rank0").values()) == {0}
-    assert "server 2 is done: 6 micro-batches served" in job.said("server")
 
 
 OUT_OF_MEMORY = """

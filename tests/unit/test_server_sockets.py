@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,7 @@ from deepspeed_cad.server import links as links_room
 from deepspeed_cad.server import sockets
 from deepspeed_cad.server.links import ServerLink, TrainerLinks
 from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, RELEASE, Leader
-from deepspeed_cad.server.sockets import (
-    GREETING,
-    HALF,
-    Door,
-    Inbox,
-    Listener,
-    connect_to,
-    encode,
-    find_interface,
-)
+from deepspeed_cad.server.sockets import GREETING, HALF, Door, Inbox, Listener, connect_to, encode, find_interface
 
 Pair = tuple[socket.socket, socket.socket]
 HERE = "127.0.0.1:29500"
@@ -81,10 +72,9 @@ def come(pool: ThreadPoolExecutor) -> Iterator[Callable[..., Guests]]:
 
 
 def _ended(connection: socket.socket) -> bool:
-    try:
+    with suppress(ConnectionResetError):
         return connection.recv(100) == b""
-    except ConnectionResetError:
-        return True
+    return True
 
 
 BAD = {
@@ -100,11 +90,9 @@ def test_a_stranger_is_dropped_with_one_line(
 ) -> None:
     server = come(1)
     stranger = server.stranger()
-    try:
+    with suppress(OSError):  # dropped already
         stranger.sendall(BAD[bad])
         stranger.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass  # dropped already
     assert _ended(stranger)
     server.talk(server.trainer(0))
     assert [r.message.startswith("server 7 dropped a connection from 127.0.0.1 port") for r in caplog.records] == [True]
