@@ -1,5 +1,5 @@
-"""Reserved servers in real processes: exact against each document alone, whatever the trainers do; shares that fit what
-is not attention; waves in as little memory as was asked for; and a server that dies where trainers are apart."""
+"""Reserved servers in real processes, exact against each document alone (loops: test_loops.py): shares that fit what is
+not attention; waves in as little memory as was asked for; and a server that dies where trainers are apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fuzz.fuzz import run_case
 from fuzz.play import Played
 from jobs import BLOCK, Job
 from landing import counted
-from model_cases import tiny_model
 from pool import WorkerPool
 from ports import free_port
 from served import BLOCK as USUAL
@@ -32,45 +31,6 @@ from deepspeed_cad.exchange.group import processes_of
 from deepspeed_cad.exchange.packed import ComparedFirst, Counts, GroupTransfer
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
-
-
-def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
-    """Micro-batches whose backwards come later and in another order, forwards without gradients, evaluation, two models
-    in one process, and layers whose backward never comes."""
-    reference = training.tiny_llama()
-    models = [training.tiny_llama(), training.tiny_llama(num_key_value_heads=2)]
-    references = [reference, training.tiny_llama(num_key_value_heads=2)]
-    for model in models:
-        deepspeed_cad.apply(model, block).train()
-    own = [training.documents([40 * (1 + (rank + step) % 2), 7, 1, 30], 10 * step + rank) for step in range(3)]
-    expected = [[training.alone(one, docs) for docs in own] for one in references]
-    losses = [training.loss_sum(models[0], training.pack(docs)) for docs in own[:2]]
-    with torch.no_grad():
-        looked = training.loss_sum(models[0], training.pack(own[2]))
-    assert abs(float(looked) - expected[0][2][0]) < 1e-8
-    other = training.loss_sum(models[1], training.pack(own[0]))
-    models[0].eval()
-    with torch.no_grad():
-        assert abs(float(training.loss_sum(models[0], training.pack(own[1]))) - expected[0][1][0]) < 1e-8
-    models[0].train()
-    losses[1].backward()
-    other.backward()
-    losses[0].backward()
-    for model, wanted in ((models[0], (expected[0][0], expected[0][1])), (models[1], (expected[1][0],))):
-        whole = {name: sum(gradients[name] for _, gradients in wanted) for name in wanted[0][1]}
-        training.assert_gradients(model, whole, 1e-9)
-    del losses, looked, other
-    # The first layer's attention needs no backward: what a server holds of it goes when the micro-batch does.
-    for name, parameter in models[0].named_parameters():
-        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
-    for docs in own:
-        training.loss_sum(models[0], training.pack(docs)).backward()
-
-
-def test_many_micro_batches_and_models_in_flight(workers: WorkerPool) -> None:
-    _, served = run(workers, 2, 1, _many, forward_only="balanced")
-    assert served[0].micro_batches == 8
-
 
 # Linear layers beside servers
 
@@ -151,36 +111,20 @@ def _run(
     return found
 
 
-def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> dict[str, Any]:
-    """The worst error of outputs and gradients against each document alone, relative."""
-    changes = {"sliding_window": 12, "max_position_embeddings": 512, "num_key_value_heads": 4, "num_attention_heads": 8}
-    model, reference = (tiny_model("gpt_oss", torch.float64, **changes).train() for _ in range(2))
-    deepspeed_cad.apply(model, block)
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> int:
+    """Most bytes that landed at once, as statistics say it, of steps that are as each document alone."""
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, block).train()
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    worst = 0.0
     for step in range(2):
-        docs = training.documents(LENGTHS[(rank + step) % 3], seed=rank)
-        model.zero_grad()
-        reference.zero_grad()
-        ids, positions, _ = training.pack(docs).values()
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-        logits.square().sum().backward()
-        for doc, part in zip(docs, logits.detach().split([len(doc) for doc in docs])):
-            alone = reference(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
-            alone.square().sum().backward()
-            worst = max(worst, float((part - alone).abs().max() / alone.abs().max()))
-        for ours, theirs in zip(model.parameters(), reference.parameters()) if docs else ():
-            if theirs.grad is not None:
-                scale = theirs.grad.abs().max().clamp(min=1e-3)
-                worst = max(worst, float((ours.grad - theirs.grad).abs().max() / scale))
+        training.step_as_alone(model, reference, training.documents(LENGTHS[(rank + step) % 3], seed=rank))
     session = deepspeed_cad.current_session()
     assert session is not None
-    return {"worst": worst, "landing": session.statistics.landing_bytes}
+    return session.statistics.landing_bytes
 
 
-def _check(found: list[Counted], trainers: int, limit: float) -> None:
-    assert all(one.result["worst"] < 1e-10 for one in found[:trainers]), found
+def _check(found: list[Counted], limit: float) -> None:
     assert all(0 < one.most <= limit for one in found), found
     assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
 
@@ -197,18 +141,18 @@ def _check(found: list[Counted], trainers: int, limit: float) -> None:
 def test_exact_within_the_limit(
     workers: WorkerPool, trainers: int, servers: int, kib: int, checkpoint: bool, block: dict[str, Any]
 ) -> None:
-    """Sinks, a window in every second layer; head groups in waves of their own, and blocks of their rows."""
+    """Head groups in waves of their own, and blocks of their rows."""
     found = _run(workers, trainers, servers, _train, checkpoint, memory=kib * KIB, **block)
-    _check(found, trainers, kib * 1024)
-    assert all(0 < one.result["landing"] <= kib * 1024 for one in found[:trainers])
+    _check(found, kib * 1024)
+    assert all(0 < one.result <= kib * 1024 for one in found[:trainers])
 
 
 def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:
     """Nothing is asked for, and not all is there: trainers cut again, servers hear of it and cut alike."""
-    has = 450 * 1024
+    has = 330 * 1024
     found = _run(workers, 2, 1, _train, False, has=has, overlap="local_first")
-    _check(found, 2, has)
-    assert found[0].tried > 4, "more often than there are plans"
+    _check(found, has)
+    assert found[0].tried > 2, "more often than there are plans"
 
 
 @pytest.mark.slow
