@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed_cad.integrations.functions import attend_layer, chunk_of
@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.errors import CADUnsupportedError
 
 NAME = "cad_pipeline"
@@ -33,18 +32,8 @@ _BINDING = "cad_pipeline"
 """Attribute of attention modules."""
 
 
-class Attends(Protocol):
-    """What runs the attention of a stage."""
-
-    def attend(self, layer: LayerInput) -> torch.Tensor:
-        """O [B, S, H, V]."""
-
-    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
-        """A layer made this mask; raises where the plan does not agree with it."""
-
-
-def install_attention(stage: torch.nn.Module, binding: Attends) -> int:
-    """Let all attention modules of a stage attend through a binding; gives how many there are."""
+def install_attention(stage: torch.nn.Module, binding: Any) -> int:
+    """Let all attention modules of a stage attend through a binding (PipelineBinding); gives how many there are."""
     AttentionInterface.register(NAME, pipeline_attention)
     AttentionMaskInterface.register(NAME, window_mask)
     found = 0
@@ -102,7 +91,7 @@ def pipeline_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]."""
     label = name_layer(module)
-    binding: Attends | None = getattr(module, _BINDING, None)
+    binding: Any = getattr(module, _BINDING, None)
     if binding is None:
         raise CADUnsupportedError(f"{label} is not part of a stage on which CAD was turned on")
     if isinstance(attention_mask, Window):
@@ -183,17 +172,15 @@ class Part(torch.nn.Module):
 class Norm(_Inner):
     """The last norm; position ids end here."""
 
-    def forward(self, given: Given) -> torch.Tensor:
-        normed: torch.Tensor = self.inner(given[0])
-        return normed
+    def forward(self, given: Given) -> Any:
+        return self.inner(given[0])
 
 
 class Head(_Inner):
     """Logits."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.inner(hidden)
-        return logits
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.inner(hidden)
 
 
 def decoder_around(decoder: torch.nn.Module, layers: torch.nn.ModuleList, config: PretrainedConfig) -> torch.nn.Module:
@@ -203,8 +190,7 @@ def decoder_around(decoder: torch.nn.Module, layers: torch.nn.ModuleList, config
     around.layers, around.norm = layers, torch.nn.Identity()
     around.embed_tokens = None
     around.config = config
-    made: torch.nn.Module = around
-    return made
+    return around
 
 
 def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:

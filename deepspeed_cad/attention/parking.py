@@ -132,11 +132,6 @@ class Parking:
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
-    def leave_to_copies(self, tensors: Sequence[Tensor]) -> None:
-        """What is about to be freed, by whatever thread: its memory is nobody's before all copies so far are done."""
-        if self._stream is not None:
-            leave_to_streams(tensors, [self._stream])
-
     def _grow(self, count: int, label: str) -> None:
         wanted, problem = count * self.block, ""
         available = available_host_memory()
@@ -244,7 +239,8 @@ class Parcel:
         # No backward came. Where garbage was collected this is any thread, whose stream says nothing of whose memory
         # this is, and copies may be under way.
         if self._blocks:
-            self.parking.leave_to_copies([*(self._here or ()), *(self._copying or ())])
+            if (stream := self.parking._stream) is not None:
+                leave_to_streams([*(self._here or ()), *(self._copying or ())], [stream])
             self._give_blocks()
 
 
