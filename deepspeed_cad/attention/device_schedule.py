@@ -163,7 +163,10 @@ def _covered(spans: Ints) -> int:
 
 def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]]:
     """Shares of about equal work, in order. A batch in two of them is cut between head groups, which costs nothing."""
-    work = np.array([(b.group_end - b.group_begin) * _pairs(b) for b in batches])
+    lengths = [(np.diff(b.cu_q).astype(np.float64), np.diff(b.cu_k).astype(np.float64)) for b in batches]
+    # Query-key pairs, windows aside.
+    pairs = [(q * (k - q / 2 + 0.5)).sum() for q, k in lengths]
+    work = np.array([(b.group_end - b.group_begin) * count for b, count in zip(batches, pairs)])
     found: list[list[Batch]] = [[] for _ in range(shares)]
     done, share = 0.0, float(work.sum()) / shares
     for batch, own in zip(batches, work, strict=True):
@@ -177,9 +180,3 @@ def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]
                 found[number].append(replace(batch, group_begin=first, group_end=last))
         done += own
     return [tuple(part) for part in found]
-
-
-def _pairs(batch: Batch) -> float:
-    """Query-key pairs of a batch and head group, windows aside."""
-    q, k = np.diff(batch.cu_q).astype(np.float64), np.diff(batch.cu_k).astype(np.float64)
-    return float((q * (k - q / 2 + 0.5)).sum())

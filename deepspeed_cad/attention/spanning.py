@@ -139,7 +139,10 @@ class Spanning:
         """
         if (groups, size) not in self._heads:
             widths = np.array([divide(groups, held) for held in self._held], np.int64).reshape(self._held.shape)
-            self._heads[groups, size] = self._divide(self._cut(widths, size, label))
+            cuts = itertools.pairwise(self._cut(widths, size, label))
+            waves, left = zip(*(self._one_wave(begins, ends) for begins, ends in cuts))
+            group, row = (self._to_device(np.concatenate(own)) for own in zip(*left))
+            self._heads[groups, size] = Heads([*waves], (group, row))
         return self._heads[groups, size]
 
     def before(self, count: int) -> Before:
@@ -201,11 +204,6 @@ class Spanning:
             )
         memory.needed(float(needed.max()))
         return cuts
-
-    def _divide(self, cuts: list[Ints]) -> Heads:
-        parts = [self._one_wave(begins, ends) for begins, ends in itertools.pairwise(cuts)]
-        group, row = (self._to_device(np.concatenate(own)) for own in zip(*(own for _, own in parts)))
-        return Heads([wave for wave, _ in parts], (group, row))
 
     def _one_wave(self, begins: Ints, ends: Ints) -> tuple[Wave, tuple[Ints, Ints]]:
         """`begins` and `ends`: [documents, ranks] of the head groups. Also groups and rows that leave here."""
