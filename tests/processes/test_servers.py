@@ -1,34 +1,22 @@
 """Reserved servers in real processes, exact against each document alone (loops: test_loops.py): shares that fit what is
-not attention; waves in as little memory as was asked for; and a server that dies where trainers are apart."""
+not attention, and waves in as little memory as was asked for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 import training
-from fuzz import roles
-from fuzz.fuzz import run_case
-from fuzz.play import Played
 from jobs import BLOCK, Job
 from landing import counted
 from pool import WorkerPool
 from ports import free_port
 from served import BLOCK as USUAL
 from served import Served, play, run
-from test_loops import IN_FLIGHT, dying
 
 import deepspeed_cad
-from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.identity import Identity, compare
-from deepspeed_cad.exchange.group import processes_of
-from deepspeed_cad.exchange.packed import ComparedFirst, Counts, GroupTransfer
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 
@@ -164,45 +152,3 @@ def test_too_little_is_one_error_on_every_process(job: Job) -> None:
         assert "does not fit: cut into the smallest waves, what lands at rank" in job.said(name), job.said(name)
         assert '"memory" to at least' in job.said(name)
     assert "micro-batches served" not in job.said("rank2") or "is done: 0 micro" in job.said("rank2")
-
-
-# A server dies where one trainer has begun what another has not: on the transport of CPUs with one change, that an
-# exchange is begun at once, as on GPUs, and whether all ranks are in the same one is compared where it is waited for
-
-_finish = ComparedFirst._receive
-
-
-def _start_at_once(
-    self: ComparedFirst, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool
-) -> GroupTransfer:
-    self.alarm.check()
-    group = processes_of(self.group)
-    numbers, mine = torch.zeros(group.size(), dtype=torch.int64), torch.tensor([identity.number])
-    gathers = dist.all_gather(list(numbers.split(1)), mine, group=group, async_op=True)
-    found = replace(self._move(packed, counts, identity), numbers=gathers)
-    found.compared = lambda: compare(dict(enumerate(numbers.tolist())))  # type: ignore[attr-defined]
-    return found
-
-
-def _finish_both(self: ComparedFirst, under_way: Any) -> list[torch.Tensor]:
-    with Liveness.watch(self.alarm.liveness, str(under_way.identity), with_servers=True):
-        self._wait([under_way.numbers], under_way.identity)
-    if found := under_way.compared():
-        self.alarm.stop(found)
-        self.alarm.check()
-    return _finish(self, under_way)
-
-
-def _play_ahead(*given: Any) -> Played:
-    with mock.patch.multiple(ComparedFirst, _send=_start_at_once, _receive=_finish_both):
-        return roles.play_role(*given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, IN_FLIGHT], ids=["one micro-batch", "several in flight"])
-@pytest.mark.parametrize("what", ["dispatch", "backward dispatch"])
-def test_what_one_trainer_had_begun_alone_begins_again(workers: WorkerPool, what: str, changes: dict[str, Any]) -> None:
-    """Forwards that ran with the server attend again before their backward."""
-    case = dying(what, **changes)
-    failure, played = run_case(workers, case, _play_ahead)
-    assert not failure and [one.changes for one in played[: case.world] if one] == [1] * case.world, failure

@@ -22,7 +22,7 @@ from deepspeed_cad.ahead.gather import State
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.pipeline.data import read_micro_batch
@@ -188,42 +188,35 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
 # What CAD does not combine with, and micro-batches that do not fit
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"recompute_attention": True}, '"recompute_attention" is True, which a pipeline cannot have'),
-        ({"servers": {"reserved": 1}}, "is not built for pipelines: idle stages serve"),
-        ({"verify": 1}, "a stage of a pipeline cannot run without the others"),
-    ],
-)
-def test_keys_that_a_pipeline_cannot_have(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(CADConfigError, match=words):
-        _refuse_block(CADConfig.from_dict(given))
-
-
-@pytest.mark.parametrize(
-    ("parts", "axes", "stage", "words"),
-    [
-        ([0, 2, 4], {"pipe": 2, "data": 2}, 2, "stage 2 with a PipelineModule"),
-        ([0, 2, 2, 4], {"pipe": 3}, 1, "stage 1 of 3 holds no layer: a pipeline of 4 layers needs fewer stages"),
-        ([0, 2, 4], {"pipe": 2, "expert": 2}, 1, 'has the axis "expert" of 2 ranks'),
-    ],
-)
-def test_modules_that_are_refused(parts: list[int], axes: dict[str, int], stage: int, words: str) -> None:
+def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
-    with pytest.raises(CADUnsupportedError, match=words):
-        _refuse_module(SimpleNamespace(topology=lambda: topology, parts=parts), {"zero_optimization": {"stage": stage}})
+    module = SimpleNamespace(topology=lambda: topology, parts=parts)
+    _refuse_module(module, {"zero_optimization": {"stage": stage}})
 
 
-def test_dropout_of_attention_is_refused() -> None:
-    with pytest.raises(CADUnsupportedError, match="attention_dropout is 0.1"):
-        refuse_dropout(AutoConfig.for_model("llama", attention_dropout=0.1))
+IDS = torch.arange(4)[None]
 
 
-def test_a_micro_batch_without_a_loss_is_refused() -> None:
-    ids = torch.arange(4)[None]
-    with pytest.raises(CADDataError, match="all labels of a micro-batch are -100"):
-        read_micro_batch(((ids, ids), torch.full_like(ids, -100)), has_loss=True)
+@pytest.mark.parametrize(
+    ("refuse", "given", "words"),
+    [
+        (
+            _refuse_block,
+            [CADConfig(recompute_attention=True)],
+            '"recompute_attention" is True, which a pipeline cannot',
+        ),
+        (_refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
+        (_refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
+        (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
+        (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
+        (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
+        (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),
+        (read_micro_batch, [((IDS, IDS), torch.full_like(IDS, -100)), True], "all labels of a micro-batch are -100"),
+    ],
+)
+def test_what_a_pipeline_cannot_have(refuse: Callable[..., Any], given: list[Any], words: str) -> None:
+    with pytest.raises(CADError, match=words):
+        refuse(*given)
 
 
 def test_first_and_last_stage_load_the_same() -> None:
