@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,32 +37,17 @@ def _reason(model: torch.nn.Module) -> str:
 # The order of exchanges
 
 
-class _Recorder:
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.events = inner, []
+def _note(transport: Any, events: list[str]) -> None:
+    """Note what starts and what is waited for."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def start(begin: Any, what: str, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
+        name = f"{what} {'AB'[nano_batch]}{moment.layer}{' backward' if moment.backward else ''}"
+        events.append(name)
+        under_way = begin(schedule, fields, nano_batch, moment)
+        return SimpleNamespace(wait=lambda: events.append(f"wait for {name}") or under_way.wait())
 
-    def dispatch(self, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
-        return self._start("dispatch", self._inner.dispatch, schedule, fields, nano_batch, moment)
-
-    def give_back(self, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
-        return self._start("return", self._inner.give_back, schedule, fields, nano_batch, moment)
-
-    def _start(self, what: str, start: Callable[..., Any], *args: Any) -> Any:
-        name = f"{what} {'AB'[args[2]]}{args[3].layer}{' backward' if args[3].backward else ''}"
-        self.events.append(name)
-        return _Wait(start(*args), f"wait for {name}", self.events)
-
-
-class _Wait:
-    def __init__(self, inner: Any, name: str, events: list[str]) -> None:
-        self._inner, self._name, self._events = inner, name, events
-
-    def wait(self) -> Any:
-        self._events.append(self._name)
-        return self._inner.wait()
+    transport.dispatch = functools.partial(start, transport.dispatch, "dispatch")
+    transport.give_back = functools.partial(start, transport.give_back, "return")
 
 
 def _keys_kept() -> int:
@@ -75,14 +59,13 @@ def _record(rank: int, world: int, checkpoint: bool) -> list[str]:
     model = _apply(training.tiny_llama(num_hidden_layers=LAYERS))
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    session = deepspeed_cad.current_session()
-    recorder = _Recorder(session.transport)
-    session.plans.crew = dataclasses.replace(session.plans.crew, transport=recorder)
+    events: list[str] = []
+    _note(deepspeed_cad.current_session().transport, events)
     loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))
     assert _keys_kept() == LAYERS
     loss.backward()
     assert _keys_kept() == 0
-    return recorder.events
+    return events
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import cases
 import pytest
@@ -118,8 +120,10 @@ GROUP = "sys/fs/cgroup/memory"
         ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
         (
             {
-                **HOST, f"{GROUP}.max": "5000\n", f"{GROUP}.current": "4500\n",
-                f"{GROUP}.stat": "anon 1\ninactive_file 300\n",
+                **HOST,
+                f"{GROUP}.max": "5000\n",
+                f"{GROUP}.current": "4500\n",
+                f"{GROUP}.stat": "a 1\ninactive_file 300\n",
             },
             800,
         ),
@@ -127,7 +131,7 @@ GROUP = "sys/fs/cgroup/memory"
         ({}, None),
     ],
     ids=["a host", "no limit", "a control group", "one of the first version", "unknown"],
-)  # fmt: skip
+)
 def test_available_host_memory(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -182,18 +186,15 @@ def test_order_of_copies_and_work(clocks: tuple[Parking, Stream, Stream]) -> Non
 # Layers
 
 
-def offloaded(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+def offloaded(*given: Any) -> torch.Tensor:
     with save_on_cpu():
-        return run_whole(layer, change, *given)
+        return run_whole(*given)
 
 
-def reentrant(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    found = checkpoint(run_whole, layer, change, *given, use_reentrant=True)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-WAYS = {"plain": run_whole, "checkpointed": checkpointed, "reentrant": reentrant, "offloaded": offloaded}
+WAYS: dict[str, Callable[..., Any]] = {
+    "plain": run_whole, "checkpointed": checkpointed, "offloaded": offloaded,
+    "reentrant": partial(checkpoint, run_whole, use_reentrant=True),
+}  # fmt: skip
 LAYERS = 3
 
 
