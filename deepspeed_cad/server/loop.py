@@ -287,15 +287,11 @@ class Loop:
             self._uploaded(opened, tick), self._kernels[need], self.transport, rule, modes, self.counts, nano_batch,
             f"layer {head['layer']}", None, head["turn"], head["layer"],
         )  # fmt: skip
-        home = tuple(
-            torch.empty(0, heads, width, dtype=dtype, device=self.device)
-            for heads, width in (
-                (shape.query_heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, shape.value_dim)
-            )
-        )  # fmt: skip
+        sizes = (shape.query_heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, shape.value_dim)
+        q, k, v = (torch.empty(0, *size, dtype=dtype, device=self.device) for size in sizes)
         # Only its shape counts: values come from the trainers, row by row.
         sinks = torch.zeros(shape.query_heads, dtype=lse_dtype(dtype), device=self.device) if head["sinks"] else None
-        return Call(setup, (home[0], home[1], home[2]), sinks)
+        return Call(setup, (q, k, v), sinks)
 
     def _forward(self, call: Call) -> ServedPass:
         setup, (q, _, v) = call.setup, call.home
@@ -333,7 +329,7 @@ class Loop:
     # Memory
 
     def _hold(self, served: ServedOutputs) -> None:
-        self.held += _bytes_of(served)
+        self.held += sum(tensor.nbytes for tensor in served)
         self.most_held = max(self.most_held, self.held)
         if self.budget is not None and self.held > self.budget:
             raise CADError(
@@ -342,15 +338,11 @@ class Loop:
             )
 
     def _free(self, call: Call) -> None:
-        self.held -= sum(_bytes_of(one) for one in call.served)
+        self.held -= sum(tensor.nbytes for served in call.served for tensor in served)
         call.served.clear()
 
     def _on_stream(self, nano_batch: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[nano_batch]) if self._streams else nullcontext()
-
-
-def _bytes_of(served: ServedOutputs) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in served)
 
 
 def _tick(head: dict[str, Any]) -> PlannedTick:

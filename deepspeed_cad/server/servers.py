@@ -257,7 +257,7 @@ class SurvivingServers(ReservedServers):
         idle_after, self.liveness.idle_after = self.liveness.idle_after, lambda: None
         if self._transport is not None:
             self.bytes_sent += self._transport.bytes_sent
-            self._give_up(self._transport)
+            self._given_up.append(self._transport.abandon())
         opened, agreed = None, False
         while not agreed:
             self._agree(came)
@@ -270,15 +270,12 @@ class SurvivingServers(ReservedServers):
                 logger.info("one more: %s", lost)
                 opened, well = None, False
             if not (agreed := self._all(well)) and opened is not None:
-                self._give_up(opened.transport)
+                self._given_up.append(opened.transport.abandon())
         self.liveness.idle_after = idle_after
         self._transport = None if opened is None else opened.transport
         self._install(opened)
         if self.role.rank == 0:
             notice(self._describe(before))
-
-    def _give_up(self, transport: Transport) -> None:
-        self._given_up.append(transport.abandon())
 
     def _agree(self, came: int) -> None:
         gone = [number for number in self.members.servers if number in self.link.gone]
