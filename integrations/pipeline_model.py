@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
 from deepspeed_cad.integrations.models import refuse_model
-from deepspeed_cad.integrations.pipeline_parts import (
+from deepspeed_cad.integrations.pipeline import (
     Embedding,
     Head,
     Load,
@@ -54,11 +54,8 @@ def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **
     model that cannot be cut, CADConfigError where stages would be empty.
     """
     loading = {name: settings.pop(name) for name in ("dtype", "attn_implementation") if name in settings}
-    if isinstance(model, PreTrainedModel):
-        config, source = model.config, model
-    else:
-        config = AutoConfig.from_pretrained(model)
-        source = None
+    source = model if isinstance(model, PreTrainedModel) else None
+    config = model.config if isinstance(model, PreTrainedModel) else AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     refuse_model(skeleton)
@@ -126,9 +123,7 @@ class _Pipeline(PipelineModule):
         mine = self._kinds[self._local_start : self._local_stop]
         tied = bool(self.skeleton.config.tie_word_embeddings)
         model = self._load(
-            {kind for kind in mine if isinstance(kind, int)},
-            "embedding" in mine or tied,
-            "head" in mine,
+            {kind for kind in mine if isinstance(kind, int)}, "embedding" in mine or tied, "head" in mine
         )
         decoder = find_decoder(model)
         embedding = model.get_input_embeddings()
@@ -182,7 +177,6 @@ class _Tied(TiedLayerSpec):
         self._make = build
 
     def build(self, log: bool = False) -> Any:
-        """The module, with its weights."""
         return None if self._make is None else self._make()
 
 
@@ -199,11 +193,10 @@ def layer_work(skeleton: PreTrainedModel) -> list[float]:
     visited = getattr(config, "num_experts_per_tok", None) or 1
 
     def of(module: torch.nn.Module) -> float:
-        total = 0.0
-        for name, p in module.named_parameters():
-            share = visited / experts if ".experts." in f".{name}" and experts > 1 else 1.0
-            total += p.numel() * share
-        return total
+        return sum(
+            p.numel() * (visited / experts if ".experts." in f".{name}" and experts > 1 else 1.0)
+            for name, p in module.named_parameters()
+        )
 
     decoder = find_decoder(skeleton)
     layers = [of(layer) for layer in decoder_layers(decoder) or ()]

@@ -61,7 +61,6 @@ class Network:
         self.news = threading.Condition()
 
     def take(self, exchange: int, peer: int) -> tuple[Schedule, list[Any]]:
-        """What a rank sent, once it did."""
         with self.news:
             assert self.news.wait_for(lambda: (exchange, peer) in self.sent, 10), f"rank {peer} starts no {exchange}"
             return self.sent[exchange, peer]
@@ -251,8 +250,6 @@ class Ranks:
     log: list[str] | None = None
     tasks: list[np.ndarray] | None = None
     """By ticks; random where not given."""
-    alone: bool = False
-    """A group of one rank: no transport."""
     waves: int = 1
     blocks: int = 0
 
@@ -274,28 +271,15 @@ class Ranks:
         """By ticks and ranks."""
         for nano_batch, tick in enumerate(self.ticks):
             tasks = cases.random_tasks(tick, GROUPS, rng) if self.tasks is None else self.tasks[nano_batch]
-            self.calls.append(
-                [
-                    self._call(
-                        schedule_waves(tick, tasks, r, GROUPS, self.rule.window, Cut(self.waves, self.blocks, 2)),
-                        r,
-                        nano_batch,
-                    )
-                    for r in ranks
-                ]
-            )
+            self.calls.append([self._call(tick, tasks, rank, nano_batch) for rank in ranks])
 
-    def _call(self, schedules: tuple[Schedule, ...], rank: int, nano_batch: int) -> AttentionCall:
-        transport = None if self.alone else self.network.transports[rank]
-        return AttentionCall(
-            CallSetup(
-                upload_schedule(schedules, CPU), self.kernel, transport, self.rule,
-                self.modes, self.counts[rank], nano_batch, f"layer on rank {rank}",
-            )
-        )  # fmt: skip
+    def _call(self, tick: Tick, tasks: np.ndarray, rank: int, nano_batch: int) -> AttentionCall:
+        cut = Cut(self.waves, self.blocks, 2)
+        schedule = upload_schedule(schedule_waves(tick, tasks, rank, GROUPS, self.rule.window, cut), CPU)
+        rest = self.rule, self.modes, self.counts[rank], nano_batch, f"layer on rank {rank}"
+        return AttentionCall(CallSetup(schedule, self.kernel, self.network.transports[rank], *rest))
 
     def inputs(self, nano_batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q, K and V that a call reads."""
         tick, leaf = self.ticks[nano_batch], self.leaves[rank]
         q0, k0 = int(tick.query_base[rank]), int(tick.key_base[rank])
         rows = slice(q0, q0 + int(tick.query_tokens[rank]))
@@ -316,7 +300,6 @@ class Ranks:
         return [torch.cat(outputs) for outputs in zip(*found)]
 
     def backward(self, outputs: list[torch.Tensor], retain_graph: bool = False) -> None:
-        """With the dO of the layout."""
         gradients = [rows_of(self.layout, rank, self.dtype)["do"] for rank in range(self.layout.ranks)]
         if self.waves <= OUT:
             torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
@@ -330,7 +313,6 @@ class Ranks:
             return [one.result() for one in [pool.submit(step) for step in steps]]
 
     def run(self) -> dict[str, float]:
-        """Errors of a forward and a backward."""
         outputs = self.forward()
         self.backward(outputs)
         return self.errors(outputs)

@@ -40,11 +40,9 @@ class Hosts:
         self._started: list[subprocess.Popen[str]] = []
 
     def address(self, host: int) -> str:
-        """Of a host, the same for all others."""
         return f"10.213.7.{host + 1}"
 
     def space(self, host: int) -> str:
-        """The namespace of a host."""
         return f"{self._prefix}-{host}"
 
     def make(self) -> None:
@@ -65,16 +63,13 @@ class Hosts:
             self.limit(host, self.rate, "add")
 
     def limit(self, host: int, rate: str, how: str = "replace") -> None:
-        """How fast a host sends; `how` is a word of tc."""
         bucket = ("tbf", "rate", rate, "burst", BURST, "latency", "400ms")
         _run("ip", "netns", "exec", self.space(host), "tc", "qdisc", how, "dev", "eth0", "root", *bucket)
 
     def cut(self, host: int) -> None:
-        """The link of a host dies."""
         _run("ip", "-n", self.space(host), "link", "set", "eth0", "down")
 
     def forbid(self, host: int, other: int) -> None:
-        """A host has no route to another one."""
         _run("ip", "-n", self.space(host), "route", "add", "unreachable", self.address(other))
 
     def on(self, host: int, name: str = "") -> list[str]:
@@ -99,11 +94,9 @@ class Hosts:
         return process
 
     def name(self, host: int) -> str:
-        """As the processes of a host see it."""
         return f"{self._prefix}-host{host}"
 
     def remove(self) -> None:
-        """End what runs and take everything down."""
         for process in self._started:
             process.kill()
             process.wait()

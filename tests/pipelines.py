@@ -43,8 +43,6 @@ class Decoder(torch.nn.Module):
 
 
 class Head(torch.nn.Module):
-    """Logits."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.norm, self.lm_head = model.model.norm, model.lm_head
@@ -54,7 +52,6 @@ class Head(torch.nn.Module):
 
 
 def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean over targets of one micro-batch."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
@@ -66,7 +63,6 @@ def start() -> Any:
 
 
 def config(count: int, **changes: Any) -> dict[str, Any]:
-    """A JSON of steps of so many micro-batches."""
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": count,
         "zero_allow_untested_optimizer": True, **changes,
@@ -93,7 +89,6 @@ def summed_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of the pipeline."""
     count = model.config.num_hidden_layers
     return [Embedding(model), *(Decoder(model, i) for i in range(count)), Head(model)]
 
@@ -130,7 +125,6 @@ def documents_of(replica: int, micro_batch: int, step: int = 0) -> list[torch.Te
 
 
 def pairs(replica: int, count: int, step: int = 0) -> list[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """The micro-batches of a step as DeepSpeed loads them."""
     packed = [training.pack(documents_of(replica, m, step)) for m in range(count)]
     return [((one["input_ids"], one["position_ids"]), one["labels"]) for one in packed]
 

@@ -23,14 +23,13 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.layer import MicroBatchOrders, Starts, whole_rank_tasks
 from deepspeed_cad.attention.memory import ExchangeMemory, RowBytes, rows_of_layers
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
-from deepspeed_cad.attention.non_attention import StretchTimes
 from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds, Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT, Limit, MemoryLimit
-from deepspeed_cad.feedback.non_attention import NonAttention
+from deepspeed_cad.feedback.non_attention import NonAttention, StretchTimes
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan

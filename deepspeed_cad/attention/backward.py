@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.forward import Kept, ServedOutputs
@@ -32,19 +33,19 @@ from deepspeed_cad.schedule import KEY, QUERY
 class Gradients(NamedTuple):
     """dQ in the dtype of Q; dK and dV wider where local batches add to the same keys."""
 
-    dq_THD: torch.Tensor
-    dk_UKD: torch.Tensor
-    dv_UKV: torch.Tensor
+    dq_THD: Tensor
+    dk_UKD: Tensor
+    dv_UKV: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardStarted:
-    """dO, and Q, K, V where servers do not keep them, are on their way."""
+    """dO, Q, K and V are on their way."""
 
-    do_THV: torch.Tensor
-    q_THD: torch.Tensor
-    k_UKD: torch.Tensor
-    v_UKV: torch.Tensor
+    do_THV: Tensor
+    q_THD: Tensor
+    k_UKD: Tensor
+    v_UKV: Tensor
     kept: Kept
     out: WavesOut
 
@@ -56,38 +57,35 @@ class BackwardServed:
     started: BackwardStarted
     own: Gradients
     """Of local batches; dQ also takes what other ranks send."""
-    landing: tuple[torch.Tensor, torch.Tensor]
+    landing: tuple[Tensor, Tensor]
     """dK and dV that take what other ranks send: those of `own`, or others to copy them to where they are wider."""
     back: Return | None
 
 
 def start_backward(
-    setup: CallSetup,
-    kept: Kept,
-    do_THV: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_UKD: torch.Tensor,
-    v_UKV: torch.Tensor,
-    at_once: bool = True,
+    setup: CallSetup, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, at_once: bool = True
 ) -> BackwardStarted:
-    """Start sending dO, and Q, K, V once more; `at_once` as in start_forward."""
-    fields = [
-        Outgoing(QUERY, by_group(do_THV, k_UKD)), Outgoing(QUERY, by_group(q_THD, k_UKD)),
-        Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV),
-    ]  # fmt: skip
+    """Start sending dO, Q, K, V once more, and O and LSE where servers keep none; `at_once` as in start_forward."""
+    travel = setup.modes.results_travel
+    rows = [by_group(x, k_UKD) for x in (do_THV, q_THD, *([kept.o_THV] if travel else []))]
+    if travel:
+        # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
+        lse_TKG = kept.lse_TH.unflatten(1, (k_UKD.shape[1], -1))
+        rows.append(lse_TKG.transpose(0, 1).contiguous().transpose(0, 1))
+    fields = [Outgoing(QUERY, x) for x in rows] + [Outgoing(KEY, x) for x in (k_UKD, v_UKV)]
     out = setup.dispatch(fields, backward=True)
     if at_once:
         setup.begin(out, backward=True)
     return BackwardStarted(do_THV, q_THD, k_UKD, v_UKV, kept, out)
 
 
-def with_packed_heads(do_THV: torch.Tensor) -> torch.Tensor:
+def with_packed_heads(do_THV: Tensor) -> Tensor:
     """dO as slices are taken from it: each row's heads lie side by side. Gradients that autograd makes may be views."""
     packed = do_THV.stride(-1) == 1 and do_THV.stride(-2) == do_THV.shape[-1]
     return do_THV if packed else do_THV.contiguous()
 
 
-def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: torch.Tensor) -> torch.Tensor | None:
+def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: Tensor) -> Tensor | None:
     """[H], from this rank's own rows; needs no other rank."""
     if kept.sinks_H is None:
         return None
@@ -108,8 +106,13 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
     def run(batches: Batches) -> None:
         run_local_backward(setup, batches, home, k, v, own.dk_UKD, own.dv_UKV)
 
-    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[None, Returned]:
-        made = serve_arrived_backward(setup, wave, started, kept.served[wave], arrived, own)
+    def serve(wave: int, arrived: list[Tensor]) -> tuple[None, Returned]:
+        if setup.modes.results_travel:
+            do_RW, q_RW, o_RW, lse_RG, *keys = arrived
+            served, arrived = ServedOutputs(o_RW.unflatten(1, (-1, v.shape[2])), lse_RG), [do_RW, q_RW, *keys]
+        else:
+            served = kept.served[wave]
+        made = serve_arrived_backward(setup, wave, started, served, arrived, own)
         return None, setup.give_back(wave, gradients_back(made, own, landing), backward=True)
 
     _, back = run_tasks(setup, started.out, run, serve, backward=True)
@@ -117,13 +120,8 @@ def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed
 
 
 def serve_arrived_backward(
-    setup: CallSetup,
-    wave: int,
-    started: BackwardStarted,
-    served: ServedOutputs,
-    arrived: list[torch.Tensor],
-    own: Gradients,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    setup: CallSetup, wave: int, started: BackwardStarted, served: ServedOutputs, arrived: list[Tensor], own: Gradients
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV of what was served in a wave, from the dO that arrived; dQ of rows that stayed in place goes into
     `own`."""
     kept = started.kept
@@ -137,9 +135,7 @@ def serve_arrived_backward(
 
 
 def gradients_back(
-    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    own: Gradients,
-    landing: tuple[torch.Tensor, torch.Tensor],
+    made: tuple[Tensor, Tensor, Tensor], own: Gradients, landing: tuple[Tensor, Tensor]
 ) -> list[Returning]:
     """Gradients of served tasks, to be placed in dQ of `own` and added to `landing` at home."""
     dq_RGD, dk_S1D, dv_S1V = made
@@ -150,16 +146,7 @@ def gradients_back(
     ]
 
 
-def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
-    gradients = finish_back(setup, done.back, done.own, done.landing)
-    setup.counts.backwards += 1
-    dk, dv = gradients.dk_UKD.to(done.started.k_UKD.dtype), gradients.dv_UKV.to(done.started.v_UKV.dtype)
-    return Gradients(gradients.dq_THD, dk, dv)
-
-
-def new_landing(
-    setup: CallSetup, own: Gradients, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def new_landing(setup: CallSetup, own: Gradients, k_UKD: Tensor, v_UKV: Tensor) -> tuple[Tensor, Tensor]:
     """Where dK and dV that come back are added: to what local batches made, or to zeros of their own.
 
     Early waves come back while local batches still write the same rows. Sums over waves are not rounded in between.
@@ -173,21 +160,20 @@ def new_landing(
     return torch.empty_like(k_UKD), torch.empty_like(v_UKV)
 
 
-def finish_back(
-    setup: CallSetup, back: Return | None, own: Gradients, landing: tuple[torch.Tensor, torch.Tensor]
-) -> Gradients:
+def collect_backward(setup: CallSetup, done: BackwardServed) -> Gradients:
     """Wait for what comes back; the sums of it and of what local batches, which are queued on this stream, made."""
-    if back is None:
-        return own
-    if setup.schedule.lands_apart:
-        back.finish(setup, backward=True)
-        pairs = zip(own[1:], landing, strict=True)
+    dq, *own = done.own
+    if done.back is not None and setup.schedule.lands_apart:
+        done.back.finish(setup, backward=True)
+        pairs = zip(own, done.landing, strict=True)
         # Into the wider one, in place: rounded once.
-        dk, dv = (a.add_(b) if a.element_size() >= b.element_size() else b.add_(a) for a, b in pairs)
-        return Gradients(own.dq_THD, dk, dv)
-    # Where these differ all local batches ran on this stream. What other ranks found is added to the rounded sums.
-    for there, here in zip(landing, own[1:], strict=True):
-        if there is not here:
-            there.copy_(here)
-    back.finish(setup, backward=True)
-    return Gradients(own.dq_THD, *landing)
+        own = [a.add_(b) if a.element_size() >= b.element_size() else b.add_(a) for a, b in pairs]
+    elif done.back is not None:
+        # Where these differ all local batches ran on this stream. What other ranks found is added to the rounded sums.
+        for there, here in zip(done.landing, own, strict=True):
+            if there is not here:
+                there.copy_(here)
+        done.back.finish(setup, backward=True)
+        own = [*done.landing]
+    setup.counts.backwards += 1
+    return Gradients(dq, own[0].to(done.started.k_UKD.dtype), own[1].to(done.started.v_UKV.dtype))

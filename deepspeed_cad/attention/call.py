@@ -9,12 +9,9 @@ The nodes are thin callers of forward.py and backward.py. What one step leaves f
 in `save_for_backward`: under activation checkpointing the second forward of a layer finds O there and neither attends
 nor exchanges. `T` query rows at home, `U` key rows at home; other shapes as in serve.py.
 
-Where what a forward keeps is parked, it leaves `Parked` in place of `Kept`. Where activations are checkpointed or
-offloaded, O is on the device for attention alone: it is parked, and Q, K and V are made again or offloaded by others.
-Else the layer behind attention saves O, its own input, and a second O on the host would free nothing; Q, K and V are
-parked instead, which nobody but attention holds until backward. What this rank keeps of tasks that it served is a
-parcel of its own. A layer that runs again needs its O, and then its MLP needs the most memory there is in a step; what
-was served is fetched behind that, when attention's backward begins.
+Where what a forward keeps is parked, it leaves `Parked` in place of `Kept`: O under checkpointing or offloading, else
+Q, K and V, because the layer behind attention saves O all the same. What was served is a parcel of its own
+(docs/architecture.md, "What is kept may wait in host memory").
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.backward import (
     BackwardServed,
@@ -62,13 +60,13 @@ class Parked:
     """What one forward kept, in host memory or on its way there."""
 
     def __init__(
-        self, parking: Parking, kept: Kept, inputs: tuple[torch.Tensor, ...], label: str, saved_plainly: bool
+        self, parking: Parking, kept: Kept, inputs: tuple[Tensor, ...], label: str, saved_plainly: bool
     ) -> None:
         """Begin to park. `inputs`: Q, K and V; `saved_plainly`: what `is_saved_plainly` said around the layer."""
         o_THV, lse_TH, *served = kept.tensors()
         self.has_inputs = saved_plainly
         """Q, K and V are parked too: autograd need not save them."""
-        self.inputs: tuple[torch.Tensor, ...] = ()
+        self.inputs: tuple[Tensor, ...] = ()
         """Q, K and V, back on the device, if they were parked."""
         self._o_THV = o_THV if saved_plainly else None
         self._rest = HeldByAutograd(kept.sinks_H, kept.version)
@@ -146,48 +144,37 @@ class AttentionCall:
     def __init__(self, setup: CallSetup) -> None:
         self.setup = setup
         self.state: State = Unused()
-        self.first_keys: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.first_keys: tuple[Tensor, Tensor] | None = None
         """K and V that it read of the other nano-batch, for a layer that runs again before the other one does."""
         self.parked: Parked | None = None
         """From the forward until the backward ran, where what is kept is parked."""
         self._saved_plainly = False
 
-    def __call__(
-        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """O [T, H, V], all steps one after the other."""
         token = self.serve(self.dispatch(q_THD, k_UKD, v_UKV, sinks_H))
         return self.collect(token, q_THD, k_UKD, v_UKV, sinks_H)
 
     # The three steps, between which nano-batches alternate.
     @unseen_by_checkpointing
-    def dispatch(
-        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def dispatch(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """Start the exchange of Q, K, V; gives the token to pass to `serve`."""
         return _Dispatch.apply(self, q_THD, k_UKD, v_UKV, None if sinks_H is None else sinks_H.detach())
 
     @unseen_by_checkpointing
-    def serve(self, token: torch.Tensor) -> torch.Tensor:
+    def serve(self, token: Tensor) -> Tensor:
         """Run this rank's tasks and start the exchange of O; gives the token to pass to `collect`."""
         return _Serve.apply(self, token)
 
     @unseen_by_checkpointing
     def collect(
-        self,
-        token: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_UKD: torch.Tensor,
-        v_UKV: torch.Tensor,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, token: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         self._saved_plainly = is_saved_plainly()
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
 
     # The steps of both passes, as the nodes below call them.
-    def start_forward(
-        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None
-    ) -> None:
+    def start_forward(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None) -> None:
         self.state = start_forward(self.setup, q_THD, k_UKD, v_UKV, sinks_H)
 
     def serve_forward(self) -> None:
@@ -196,9 +183,7 @@ class AttentionCall:
     def collect_forward(self) -> Kept:
         return collect_forward(self.setup, self.expect(ForwardServed))
 
-    def start_backward(
-        self, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> None:
+    def start_backward(self, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor) -> None:
         self.state = start_backward(self.setup, kept, do_THV, q_THD, k_UKD, v_UKV)
 
     def serve_backward(self) -> None:
@@ -221,7 +206,7 @@ class AttentionCall:
         """Where what is kept goes; None where it stays, or where autograd holds it."""
         return None if self.setup.modes.recompute else self.setup.modes.parking
 
-    def keep(self, kept: Kept, inputs: tuple[torch.Tensor, ...]) -> None:
+    def keep(self, kept: Kept, inputs: tuple[Tensor, ...]) -> None:
         if self.parking is None:
             self.state = kept
         else:
@@ -261,19 +246,15 @@ class AttentionCall:
         self.state, self.first_keys, self.parked = Released(), None, None
 
 
-def _nothing(*given: object) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Calls:
     """How a micro-batch makes its attention calls. By default they run once, on ranks that stay until the job ends."""
 
     make: Callable[[Callable[[], CallSetup]], AttentionCall] = lambda make_setup: AttentionCall(make_setup())
     """The call of one layer and nano-batch."""
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = lambda: None
     """Before the forward of the micro-batch: waits until the ranks are there that take part in it."""
-    renew: Callable[[Any], None] = _nothing
+    renew: Callable[[Any], None] = lambda micro_batch: None
     """Before each call: plans the micro-batch again, if the ranks have changed."""
     compares_plans: bool = True
     """Whether trainers compare plans when they make them; else only the identity of each exchange does."""
@@ -281,9 +262,7 @@ class Calls:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         ctx.call = call
         if isinstance(call.state, Released):
             call.expect(Kept)  # a checkpointed layer runs again for a second backward
@@ -295,7 +274,7 @@ class _Dispatch(torch.autograd.Function):
         return q.new_zeros(1)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         call: AttentionCall = ctx.call
         dq, dk, dv = call.collect_backward()
         call.setup.leave_attention(True)
@@ -304,14 +283,14 @@ class _Dispatch(torch.autograd.Function):
 
 class _Serve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, token: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: AttentionCall, token: Tensor) -> Tensor:
         ctx.call = call
         if not call.replaying:
             call.serve_forward()
         return token.new_zeros(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: AttentionCall = ctx.call
         call.serve_backward()
         return None, torch.zeros_like(grad)
@@ -320,14 +299,8 @@ class _Serve(torch.autograd.Function):
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        call: AttentionCall,
-        token: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        ctx: Any, call: AttentionCall, token: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         ctx.call = call
         replaying = call.replaying
         if replaying:
@@ -349,7 +322,7 @@ class _Collect(torch.autograd.Function):
         return kept.o_THV.detach()
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         call: AttentionCall = ctx.call
         saved = ctx.saved_tensors
         if len(saved) > 3:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
@@ -35,7 +36,7 @@ class Wave:
     """Own rows, in place, with keys that landed."""
     keys_overlap: bool
     """Whether these batches do not cover the key rows once each: their dK and dV add up, or some have none."""
-    group: torch.Tensor
+    group: Tensor
     """[R] head group of every served query row."""
 
 
@@ -50,7 +51,7 @@ class DeviceSchedule:
     wave's served ones, while results are on their way back."""
     local_keys_overlap: bool
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
-    padding: torch.Tensor
+    padding: Tensor
     """Rows of the query buffer without a task."""
     keys_return_often: bool = False
     """Whether dK and dV of the same rows and group come back in several waves: waves were cut by rows."""
@@ -162,7 +163,10 @@ def _covered(spans: Ints) -> int:
 
 def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]]:
     """Shares of about equal work, in order. A batch in two of them is cut between head groups, which costs nothing."""
-    work = np.array([(b.group_end - b.group_begin) * _pairs(b) for b in batches])
+    lengths = [(np.diff(b.cu_q).astype(np.float64), np.diff(b.cu_k).astype(np.float64)) for b in batches]
+    # Query-key pairs, windows aside.
+    pairs = [(q * (k - q / 2 + 0.5)).sum() for q, k in lengths]
+    work = np.array([(b.group_end - b.group_begin) * count for b, count in zip(batches, pairs)])
     found: list[list[Batch]] = [[] for _ in range(shares)]
     done, share = 0.0, float(work.sum()) / shares
     for batch, own in zip(batches, work, strict=True):
@@ -176,9 +180,3 @@ def share_out(batches: tuple[Batch, ...], shares: int) -> list[tuple[Batch, ...]
                 found[number].append(replace(batch, group_begin=first, group_end=last))
         done += own
     return [tuple(part) for part in found]
-
-
-def _pairs(batch: Batch) -> float:
-    """Query-key pairs of a batch and head group, windows aside."""
-    q, k = np.diff(batch.cu_q).astype(np.float64), np.diff(batch.cu_k).astype(np.float64)
-    return float((q * (k - q / 2 + 0.5)).sum())

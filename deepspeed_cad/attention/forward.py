@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_tasks
-from deepspeed_cad.attention.serve import as_received, by_group, lse_dtype, new_outputs, run_local, run_served
+from deepspeed_cad.attention.serve import Outputs, as_received, by_group, lse_dtype, new_outputs, run_local, run_served
 from deepspeed_cad.attention.setup import CallSetup, WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Outgoing, Returned, Returning
@@ -26,18 +27,18 @@ from deepspeed_cad.schedule import KEY, QUERY
 class ServedOutputs(NamedTuple):
     """Results of served tasks, which their server keeps for their backward."""
 
-    o_RGV: torch.Tensor
-    lse_RG: torch.Tensor
+    o_RGV: Tensor
+    lse_RG: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardStarted:
     """Q, K and V are on their way."""
 
-    q_THD: torch.Tensor
-    k_UKD: torch.Tensor
-    v_UKV: torch.Tensor
-    sinks_H: torch.Tensor | None
+    q_THD: Tensor
+    k_UKD: Tensor
+    v_UKV: Tensor
+    sinks_H: Tensor | None
     """A copy: the parameter itself may be sharded again by backward."""
     out: WavesOut
 
@@ -48,8 +49,8 @@ class ForwardServed:
 
     started: ForwardStarted
     """Held: kernels and copies that were queued read it until what comes back has been waited for."""
-    o_THV: torch.Tensor
-    lse_TH: torch.Tensor
+    o_THV: Tensor
+    lse_TH: Tensor
     served: tuple[ServedOutputs, ...]
     """By waves; none in a group of one rank."""
     back: Return | None
@@ -59,10 +60,10 @@ class ForwardServed:
 class Kept:
     """What backward needs besides Q, K and V."""
 
-    o_THV: torch.Tensor
-    lse_TH: torch.Tensor
+    o_THV: Tensor
+    lse_TH: Tensor
     served: Sequence[ServedOutputs]
-    sinks_H: torch.Tensor | None
+    sinks_H: Tensor | None
     version: int
     """Of O when it was given to the model: whoever changes O in place raises it."""
 
@@ -75,7 +76,7 @@ class Kept:
                 "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
             )
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """All that is as large as activations, for autograd to hold."""
         return self.o_THV, self.lse_TH, *(tensor for served in self.served for tensor in served)
 
@@ -84,22 +85,17 @@ class HeldByAutograd(NamedTuple):
     """What is left where others hold the tensors of `Kept`: autograd, so that checkpointing frees and recomputes them,
     or host memory."""
 
-    sinks_H: torch.Tensor | None
+    sinks_H: Tensor | None
     version: int
 
 
-def pair_up(tensors: Sequence[torch.Tensor]) -> tuple[ServedOutputs, ...]:
+def pair_up(tensors: Sequence[Tensor]) -> tuple[ServedOutputs, ...]:
     """O and LSE of served tasks, by waves, of `Kept.tensors`."""
     return tuple(map(ServedOutputs, tensors[::2], tensors[1::2]))
 
 
 def start_forward(
-    setup: CallSetup,
-    q_THD: torch.Tensor,
-    k_UKD: torch.Tensor,
-    v_UKV: torch.Tensor,
-    sinks_H: torch.Tensor | None,
-    at_once: bool = True,
+    setup: CallSetup, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None, at_once: bool = True
 ) -> ForwardStarted:
     """Start sending Q, K, V; without `at_once` nothing goes out before its first wave is started."""
     fields = [Outgoing(QUERY, by_group(q_THD, k_UKD)), Outgoing(KEY, k_UKD), Outgoing(KEY, v_UKV)]
@@ -116,29 +112,24 @@ def start_forward(
 def serve_forward(setup: CallSetup, started: ForwardStarted) -> ForwardServed:
     """Run local and served batches, start sending O back."""
     q, k, v, sinks = started.q_THD, started.k_UKD, started.v_UKV, started.sinks_H
-    o, lse = new_outputs(setup.schedule, q, v)
+    into = new_outputs(setup.schedule, q, v)
 
     def run(batches: Batches) -> None:
-        run_local(setup, batches, q, k, v, o, lse, sinks)
+        run_local(setup, batches, (q, k, v), into, sinks)
 
-    def serve(wave: int, arrived: list[torch.Tensor]) -> tuple[ServedOutputs, Returned]:
-        served = serve_arrived(setup, wave, started, arrived, o, lse)
-        return served, setup.give_back(wave, outputs_back(started, served, o, lse))
+    def serve(wave: int, arrived: list[Tensor]) -> tuple[ServedOutputs | None, Returned]:
+        served = serve_arrived(setup, wave, started, arrived, into)
+        back = setup.give_back(wave, outputs_back(setup, started, served, into))
+        return (None if setup.modes.results_travel else served), back
 
-    served, back = run_tasks(setup, started.out, run, serve)
-    return ForwardServed(started, o, lse, served, back)
+    made, back = run_tasks(setup, started.out, run, serve)
+    return ForwardServed(started, *into, tuple(one for one in made if one is not None), back)
 
 
 def serve_arrived(
-    setup: CallSetup,
-    wave: int,
-    started: ForwardStarted,
-    arrived: list[torch.Tensor],
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
+    setup: CallSetup, wave: int, started: ForwardStarted, arrived: list[Tensor], into: Outputs
 ) -> ServedOutputs:
-    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks, into `o_THV` and `lse_TH`
-    where these stay in place."""
+    """Run what arrived of a wave from other ranks, and this rank's own rows of its tasks, `into` where these stay."""
     part, sinks_H = setup.schedule.waves[wave], started.sinks_H
     received = as_received(arrived[:3], started.q_THD)
     sinks_RG = None
@@ -146,18 +137,16 @@ def serve_arrived(
         sinks_RG = arrived[3] if setup.modes.sinks_travel else sinks_H.view(-1, received[0].shape[1])[part.group]
     with setup.span("served", aside=setup.aside is not None):
         # All of it before the return starts: that tells the others that what landed has been read.
-        return ServedOutputs(*run_served(setup, part, received, started.q_THD, o_THV, lse_TH, sinks_RG, sinks_H))
+        return ServedOutputs(*run_served(setup, part, received, started.q_THD, into, sinks_RG, sinks_H))
 
 
-def outputs_back(
-    started: ForwardStarted, served: ServedOutputs, o_THV: torch.Tensor, lse_TH: torch.Tensor
-) -> list[Returning]:
-    """O of served tasks, and LSE where backward at home needs it, to be placed in `o_THV` and `lse_TH` there."""
+def outputs_back(setup: CallSetup, started: ForwardStarted, served: ServedOutputs, into: Outputs) -> list[Returning]:
+    """O of served tasks, and LSE where backward at home needs it, to be placed `into` there."""
     groups = started.k_UKD.shape[1]
-    fields = [Returning(QUERY, served.o_RGV.flatten(1), o_THV.unflatten(1, (groups, -1)).flatten(2))]
-    if started.sinks_H is not None:
+    fields = [Returning(QUERY, served.o_RGV.flatten(1), into.o_THV.unflatten(1, (groups, -1)).flatten(2))]
+    if started.sinks_H is not None or setup.modes.results_travel:
         # A kernel may give LSE transposed. The server keeps that: the kernel takes it back without a copy.
-        fields.append(Returning(QUERY, served.lse_RG.contiguous(), lse_TH.unflatten(1, (groups, -1))))
+        fields.append(Returning(QUERY, served.lse_RG.contiguous(), into.lse_TH.unflatten(1, (groups, -1))))
     return fields
 
 
@@ -169,6 +158,6 @@ def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
     return Kept(done.o_THV, done.lse_TH, done.served, done.started.sinks_H, version_of(done.o_THV))
 
 
-def version_of(o_THV: torch.Tensor) -> int:
+def version_of(o_THV: Tensor) -> int:
     """How often O was changed in place; 0 where torch does not count."""
     return 0 if torch.is_inference_mode_enabled() else o_THV._version

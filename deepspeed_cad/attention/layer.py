@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
@@ -44,9 +45,9 @@ class PlanKey(NamedTuple):
 class Rows(NamedTuple):
     """Q, K and V of one layer, token by token."""
 
-    q_THD: torch.Tensor
-    k_TKD: torch.Tensor
-    v_TKV: torch.Tensor
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKV: Tensor
 
 
 class LayerInput(NamedTuple):
@@ -54,11 +55,11 @@ class LayerInput(NamedTuple):
 
     layer: Hashable
     """Tells it from the other layers of its micro-batch: its module, or a name. A recompute finds its call by it."""
-    q_THD: torch.Tensor
-    k_TKD: torch.Tensor
-    v_TKV: torch.Tensor
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKV: Tensor
     rule: MaskRule
-    sinks_H: torch.Tensor | None
+    sinks_H: Tensor | None
     label: str
     """Names the layer in errors and on the timeline."""
 
@@ -85,7 +86,7 @@ def kernel_need(kind: LayerKind, device: torch.device, deterministic: bool | Non
     )  # fmt: skip
 
 
-def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+def _as_autocast(x: Tensor) -> Tensor:
     """In the dtype that torch's own attention takes under autocast: rotary embeddings leave Q and K in fp32 there."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x

@@ -14,17 +14,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.call import AttentionCall, Calls
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.layer import LayerInput, MicroBatchOrders, PlanKey, PlannedTick, kernel_need
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import hand_over, in_backward
-from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
+from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
@@ -73,7 +74,7 @@ class MicroBatch:
     _calls: dict[tuple[Hashable, int], AttentionCall] = field(default_factory=dict)
     _layers: dict[Hashable, tuple[int, PlanKey]] = field(default_factory=dict)
     """Number and kind of each, in the order in which attention was first called: the same on all ranks."""
-    _first_keys: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _first_keys: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _stretches: dict[int, Stretches] = field(default_factory=dict)
 
     def local(self, nano_batch: int | None = None) -> LocalSegments:
@@ -190,8 +191,8 @@ class MicroBatch:
         return call
 
     def first_keys(
-        self, layer: Hashable, nano_batch: int, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, layer: Hashable, nano_batch: int, k_UKD: Tensor, v_UKV: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """K and V that a nano-batch reads besides its own: rows of documents that the second has from the first."""
         if len(self.ticks) == 1:
             return None
@@ -249,7 +250,6 @@ class MaskDescriptor:
         """Around the layers: a layer without them is under reentrant checkpointing, or frozen."""
 
     def part(self, nano_batch: int, interleaved: bool = True) -> MaskDescriptor:
-        """The descriptor of one nano-batch."""
         return MaskDescriptor(
             self.micro_batch, self.window, self.kernel, self.modes, nano_batch, interleaved, self.chunk
         )
@@ -260,7 +260,7 @@ class MaskDescriptor:
         neither hands over."""
         return self.interleaved and in_backward()
 
-    def attend(self, layer: LayerInput) -> torch.Tensor:
+    def attend(self, layer: LayerInput) -> Tensor:
         label, sinks = layer.label, layer.sinks_H
         if layer.q_THD.shape[1] == 0:
             return self._without_heads(layer)
@@ -321,7 +321,7 @@ class MaskDescriptor:
             one.stretches(nano_batch) if timed else None,
         )  # fmt: skip
 
-    def _in_turn(self, layer: LayerInput) -> torch.Tensor:
+    def _in_turn(self, layer: LayerInput) -> Tensor:
         """O [T, H, V] of both nano-batches, one after the other: they were planned before it was known that they
         cannot alternate."""
         rows = [self.micro_batch.rows(nano_batch) for nano_batch in (0, 1)]
@@ -335,7 +335,7 @@ class MaskDescriptor:
             ]
         )
 
-    def _without_heads(self, layer: LayerInput) -> torch.Tensor:
+    def _without_heads(self, layer: LayerInput) -> Tensor:
         """O [T, 0, V] on a rank to which none of a layer's heads fell: it only plans, because ranks with other
         shares compare their plans, and all ranks of a job take part in every collective."""
         (q, k, v), micro_batch = (layer.q_THD, layer.k_TKD, layer.v_TKV), self.micro_batch
@@ -347,7 +347,7 @@ class MaskDescriptor:
         return q.new_zeros(q.shape[0], 0, v.shape[2]) + q.sum() + k.sum() + v.sum()
 
 
-def _own(x: torch.Tensor) -> torch.Tensor:
+def _own(x: Tensor) -> Tensor:
     """To be kept until backward: as it is, or a copy where it would keep much more memory alive than it has."""
     x = x.detach()
     return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x

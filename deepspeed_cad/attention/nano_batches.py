@@ -25,18 +25,14 @@ from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from deepspeed_cad.errors import CADError
@@ -101,12 +97,10 @@ class RandomStream:
             self._states = [torch.Generator(one.device).manual_seed(seed).get_state() for one in self._generators]
 
     def put_on(self) -> None:
-        """Draw from this stream."""
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
     def take_off(self) -> None:
-        """Remember where it is."""
         self._states = [one.get_state() for one in self._generators]
 
 
@@ -127,7 +121,6 @@ class ThreadState:
         self._base: tuple[Any, int] = (None, 0)
 
     def __enter__(self) -> None:
-        """Before it goes on."""
         self._around = self._settings()
         self._base = _top_saved_tensors_default_hooks(True), _len_torch_dispatch_stack()
         for pack, unpack in self._hooks:
@@ -139,7 +132,6 @@ class ThreadState:
         self.random.put_on()
 
     def __exit__(self, *error: Any) -> None:
-        """After it handed over or ended."""
         self.random.take_off()
         self._own = self._settings()
         top, below = self._base
@@ -173,14 +165,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def unseen_by_checkpointing(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def unseen_by_checkpointing(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A step of attention of which selective checkpointing sees no operation.
 
     It takes what it kept again by how often an operation ran before, and attention runs in the forward only.
     """
 
     @wraps(step)
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: Any) -> Tensor:
         modes = _get_current_dispatch_mode_stack()
         hides = any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
         with _disable_current_modes() if hides else nullcontext():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.setup import CallSetup, WavesOut
@@ -22,7 +23,7 @@ from deepspeed_cad.exchange.transport import Returned
 
 Made = TypeVar("Made")
 Run = Callable[[Batches], None]
-Serve = Callable[[int, list[torch.Tensor]], tuple[Made, Returned]]
+Serve = Callable[[int, list[Tensor]], tuple[Made, Returned]]
 
 
 class Ends(NamedTuple):
@@ -107,7 +108,7 @@ def _run_in_turn(
 ) -> tuple[tuple[Made, ...], Return]:
     """The first share of the local batches hides the dispatch, the others what is under way behind each wave."""
 
-    def wait() -> list[torch.Tensor]:
+    def wait() -> list[Tensor]:
         with setup.span("wait", backward), setup.counts.waits.timed(setup.device):
             return out.wait()
 

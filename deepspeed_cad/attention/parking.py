@@ -20,6 +20,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import leave_to_streams
@@ -53,7 +54,7 @@ class Parking:
         self.blocks = 0
         """How many blocks were made; they stay until the session closes."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.free: list[torch.Tensor] = []
+        self.free: list[Tensor] = []
         self._parcels: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
         """Those that are wanted early, in the order in which they were parked."""
         self._leaving: list[Parcel] = []
@@ -64,7 +65,7 @@ class Parking:
     def host_bytes(self) -> int:
         return self.blocks * self.block
 
-    def park(self, tensors: Sequence[torch.Tensor], label: str, wanted_early: bool = True) -> Parcel:
+    def park(self, tensors: Sequence[Tensor], label: str, wanted_early: bool = True) -> Parcel:
         """Begin to copy tensors to the host, behind what the current stream has to do.
 
         `label` names the layer in errors; with `wanted_early`, `fetch_before` brings the parcel back. Raises CADError
@@ -88,7 +89,6 @@ class Parking:
             parcel.leave()
 
     def let_go(self, parcel: Parcel) -> None:
-        """Give back the device memory of one parcel now, if it is still there."""
         if self.stay(parcel):
             parcel.leave()
 
@@ -105,7 +105,7 @@ class Parking:
         if before:
             max(before, key=lambda one: one.number).fetch()
 
-    def take_blocks(self, size: int, label: str) -> list[torch.Tensor]:
+    def take_blocks(self, size: int, label: str) -> list[Tensor]:
         """Blocks for `size` bytes.
 
         One thread at a time takes, but blocks are given back at any moment (Parcel.__del__), also between two steps
@@ -117,7 +117,7 @@ class Parking:
             self._grow(missing, label)
         return [self.free.pop() for _ in range(count)]
 
-    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Copy second ones into first ones, after what the current stream has to do by now; when that is done."""
         stream = self._stream
         if stream is not None:
@@ -131,11 +131,6 @@ class Parking:
         """Let the current stream wait; the host goes on."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-
-    def leave_to_copies(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What is about to be freed, by whatever thread: its memory is nobody's before all copies so far are done."""
-        if self._stream is not None:
-            leave_to_streams(tensors, [self._stream])
 
     def _grow(self, count: int, label: str) -> None:
         wanted, problem = count * self.block, ""
@@ -164,10 +159,10 @@ class Parking:
 class Parcel:
     """Tensors of one call: on the device, in host memory, or on the way. Made by Parking.park."""
 
-    def __init__(self, parking: Parking, number: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        self._blocks: list[torch.Tensor] = []
+    def __init__(self, parking: Parking, number: int, label: str, tensors: Sequence[Tensor]) -> None:
+        self._blocks: list[Tensor] = []
         self.parking, self.number, self.label = parking, number, label
-        self._here: list[torch.Tensor] | None = list(tensors)
+        self._here: list[Tensor] | None = list(tensors)
         self._versions = [x._version for x in tensors]
         self._packed: list[Packed] = []
         sources, size = [], 0
@@ -176,7 +171,7 @@ class Parcel:
             self._packed.append(Packed(size, source.shape, tuple(map(order.index, range(x.dim()))), x.dtype))
             sources.append(source)
             size += -(-source.numel() * source.element_size() // ALIGNMENT) * ALIGNMENT
-        self._copying: list[torch.Tensor] | None = sources
+        self._copying: list[Tensor] | None = sources
         """What copies read or write, held meanwhile: a copy of a tensor with gaps is nobody else's."""
         self._blocks = parking.take_blocks(size, label)
         self._copied = parking.copy(self._pieces(sources))
@@ -202,7 +197,7 @@ class Parcel:
         self._here = [x.permute(packed.back) for x, packed in zip(self._copying, self._packed, strict=True)]
         self._versions = [x._version for x in self._here]
 
-    def take(self) -> list[torch.Tensor]:
+    def take(self) -> list[Tensor]:
         """The tensors, for the current stream; the parcel holds them no longer."""
         self.parking.stay(self)
         if self._here is None:
@@ -216,7 +211,7 @@ class Parcel:
         self._give_blocks()
         return here
 
-    def _pieces(self, tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of blocks and the parts of tensors, as bytes, that belong together."""
         block = self.parking.block
         for x, packed in zip(tensors, self._packed, strict=True):
@@ -244,11 +239,12 @@ class Parcel:
         # No backward came. Where garbage was collected this is any thread, whose stream says nothing of whose memory
         # this is, and copies may be under way.
         if self._blocks:
-            self.parking.leave_to_copies([*(self._here or ()), *(self._copying or ())])
+            if (stream := self.parking._stream) is not None:
+                leave_to_streams([*(self._here or ()), *(self._copying or ())], [stream])
             self._give_blocks()
 
 
-def in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+def in_memory_order(x: Tensor) -> tuple[Tensor, list[int]]:
     """The tensor with its dimensions in the order in which they lie in memory, contiguous, and that order.
 
     A copy where its memory has gaps.

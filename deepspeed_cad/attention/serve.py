@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import Batches, DeviceSchedule, Wave
 from deepspeed_cad.attention.setup import CallSetup
@@ -18,17 +19,24 @@ from deepspeed_cad.kernels.interface import Sequences, Three
 from deepspeed_cad.schedule import Batch
 
 
+class Outputs(NamedTuple):
+    """O and LSE of a rank's own rows, to be filled."""
+
+    o_THV: Tensor
+    lse_TH: Tensor
+
+
 class HomeRows(NamedTuple):
     """A rank's own rows in the backward, as half-local batches read them; `dq_THD` is written."""
 
-    do_THV: torch.Tensor
-    q_THD: torch.Tensor
-    o_THV: torch.Tensor
-    lse_TH: torch.Tensor
-    dq_THD: torch.Tensor
+    do_THV: Tensor
+    q_THD: Tensor
+    o_THV: Tensor
+    lse_TH: Tensor
+    dq_THD: Tensor
 
 
-def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fold_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE of a softmax with one more logit per head that has no value: sinks [H] or [rows, H]."""
     # On a CPU the last numbers of a vector loop round otherwise than those before them, by where they lie: not in fp64.
     wide = torch.float64 if lse.device.type == "cpu" else lse.dtype
@@ -36,54 +44,41 @@ def fold_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple
     return o * torch.exp(lse.to(wide) - total).unsqueeze(-1).to(o.dtype), total.to(lse.dtype)
 
 
-def new_outputs(
-    schedule: DeviceSchedule, q_THD: torch.Tensor, v_TKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O [T, H, V] and LSE [T, H] to be filled; padding is zero."""
+def new_outputs(schedule: DeviceSchedule, q_THD: Tensor, v_TKV: Tensor) -> Outputs:
+    """For the rows of Q; padding is zero."""
     rows, heads = q_THD.shape[:2]
     o_THV = q_THD.new_empty(rows, heads, v_TKV.shape[2])
     lse_TH = torch.empty(rows, heads, dtype=lse_dtype(q_THD.dtype), device=q_THD.device)
     if len(schedule.padding):
         o_THV[schedule.padding] = 0
         lse_TH[schedule.padding] = 0
-    return o_THV, lse_TH
+    return Outputs(o_THV, lse_TH)
 
 
-def run_local(
-    setup: CallSetup,
-    batches: Batches,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
-    sinks_H: torch.Tensor | None = None,
-) -> None:
+def run_local(setup: CallSetup, batches: Batches, qkv: Three, into: Outputs, sinks_H: Tensor | None = None) -> None:
     """Run local batches and write their rows and heads of O and LSE.
 
     K and V are those of the rank and, in a second nano-batch, of documents that began in the first. `sinks_H`: one
     logit more per head, or None.
     """
+    q_THD, k_TKD, v_TKV = qkv
     for batch, sequences in batches:
         rows, keys, groups, heads = _ranges(batch, q_THD.shape[1] // k_TKD.shape[1])
-        _attend(
-            setup, sequences, q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups],
-            o_THV[rows, heads], lse_TH[rows, heads], None if sinks_H is None else sinks_H[heads],
-        )  # fmt: skip
+        own, part = Outputs(*(x[rows, heads] for x in into)), None if sinks_H is None else sinks_H[heads]
+        _attend(setup, sequences, (q_THD[rows, heads], k_TKD[keys, groups], v_TKV[keys, groups]), own, part)
 
 
 def run_served(
     setup: CallSetup,
     wave: Wave,
     received: Three,
-    q_THD: torch.Tensor,
-    o_THV: torch.Tensor,
-    lse_TH: torch.Tensor,
-    sinks_RG: torch.Tensor | None = None,
-    sinks_H: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_THD: Tensor,
+    into: Outputs,
+    sinks_RG: Tensor | None,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides. Half-local ones, the rank's own
-    rows with keys that arrived, are run where they are, into `o_THV` and `lse_TH`.
+    rows with keys that arrived, are run where they are, into `into`.
 
     `received`: Q, K and V that arrived, with the rank's own rows of tasks that are not run in place. Sinks: one logit
     more per served row and head, and per head of the rank.
@@ -97,36 +92,29 @@ def run_served(
         o_RGV = q_RGD.new_empty(*q_RGD.shape[:2], v_S1V.shape[2])
         lse_RG = torch.empty(q_RGD.shape[:2], dtype=lse_dtype(q_RGD.dtype), device=q_RGD.device)
     else:
-        o_RGV, lse_RG = (
-            results[0]
-            if len(results) == 1
-            else (torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results]))
-        )
+        o_RGV, lse_RG = results[0] if len(results) == 1 else (torch.cat(parts) for parts in zip(*results))
         if sinks_RG is not None:
             o_RGV, lse_RG = fold_sinks(o_RGV, lse_RG, sinks_RG)
     for batch, sequences in wave.half_local:
         rows, _, _, heads = _ranges(batch, q_THD.shape[1] // wave.host.groups)
         k, v = keys_by_group(k_S1D, batch), keys_by_group(v_S1V, batch)
-        sinks = None if sinks_H is None else sinks_H[heads]
-        _attend(setup, sequences, q_THD[rows, heads], k, v, o_THV[rows, heads], lse_TH[rows, heads], sinks)
+        own, sinks = Outputs(*(x[rows, heads] for x in into)), None if sinks_H is None else sinks_H[heads]
+        _attend(setup, sequences, (q_THD[rows, heads], k, v), own, sinks)
     return o_RGV, lse_RG
 
 
-def _attend(
-    setup: CallSetup, sequences: Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    into_o: torch.Tensor, into_lse: torch.Tensor, sinks: torch.Tensor | None,
-) -> None:  # fmt: skip
-    o, lse = setup.kernel.forward(q, k, v, sequences, setup.rule, into_o)
+def _attend(setup: CallSetup, sequences: Sequences, qkv: Three, into: Outputs, sinks: Tensor | None) -> None:
+    o, lse = setup.kernel.forward(*qkv, sequences, setup.rule, into.o_THV)
     if sinks is not None:
         o, lse = fold_sinks(o, lse, sinks)
-    if o is not into_o:
-        into_o.copy_(o)
-    into_lse.copy_(lse)
+    if o is not into.o_THV:
+        into.o_THV.copy_(o)
+    into.lse_TH.copy_(lse)
 
 
 def new_gradients(
-    schedule: DeviceSchedule, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    schedule: DeviceSchedule, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ [T, H, D] to be filled, and dK [T, K, D], dV [T, K, V], zero; wider where local batches share key rows."""
     wide = lse_dtype(k_TKD.dtype) if schedule.local_keys_overlap else k_TKD.dtype
     dq = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -137,8 +125,8 @@ def new_gradients(
 
 
 def run_local_backward(
-    setup: CallSetup, batches: Batches, home: HomeRows, k_TKD: torch.Tensor, v_TKV: torch.Tensor, dk_TKD: torch.Tensor,
-    dv_TKV: torch.Tensor,
+    setup: CallSetup, batches: Batches, home: HomeRows, k_TKD: Tensor, v_TKV: Tensor, dk_TKD: Tensor,
+    dv_TKV: Tensor,
 ) -> None:  # fmt: skip
     """Run local batches backward: dQ of `home`, dK and dV are written, or added to where batches share rows of these.
 
@@ -152,9 +140,9 @@ def run_local_backward(
 
 
 def run_served_backward(
-    setup: CallSetup, wave: Wave, do_RGV: torch.Tensor, received: Three, o_RGV: torch.Tensor, lse_RG: torch.Tensor,
+    setup: CallSetup, wave: Wave, do_RGV: Tensor, received: Three, o_RGV: Tensor, lse_RG: Tensor,
     home: HomeRows,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ [R, G, D], dK [S, 1, D], dV [S, 1, V] of the served and half-local tasks, made here; dQ of half-local ones is
     written at home. dO and `received` as in `run_served`, or kept since the forward; O and LSE are what that gave."""
     q_RGD, k_S1D, v_S1V = received
@@ -183,7 +171,7 @@ def run_served_backward(
 
 
 def _differentiate(
-    setup: CallSetup, sequences: Sequences, do: torch.Tensor, qkv: Three, o: torch.Tensor, lse: torch.Tensor,
+    setup: CallSetup, sequences: Sequences, do: Tensor, qkv: Three, o: Tensor, lse: Tensor,
     into: Three, add: bool,
 ) -> None:  # fmt: skip
     """Write dQ, dK and dV; with `add`, add to dK and dV."""
@@ -197,19 +185,19 @@ def _differentiate(
             target.copy_(value)
 
 
-def as_received(arrived: list[torch.Tensor], q_THD: torch.Tensor) -> Three:
+def as_received(arrived: list[Tensor], q_THD: Tensor) -> Three:
     """Q, K and V that a transport delivered, [rows, width] each, as the kernel takes them."""
     q_RW, k_SD, v_SV = arrived
     return q_RW.unflatten(1, (-1, q_THD.shape[2])), k_SD.unsqueeze(1), v_SV.unsqueeze(1)
 
 
-def by_group(x_THD: torch.Tensor, k_UKD: torch.Tensor) -> torch.Tensor:
+def by_group(x_THD: Tensor, k_UKD: Tensor) -> Tensor:
     """[T, K, G·D]: the heads of a group side by side, a view; a copy where the heads of a row are not contiguous."""
     x = x_THD if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2] else x_THD.contiguous()
     return x.unflatten(1, (k_UKD.shape[1], -1)).flatten(2)
 
 
-def keys_by_group(x_S1D: torch.Tensor, batch: Batch) -> torch.Tensor:
+def keys_by_group(x_S1D: Tensor, batch: Batch) -> Tensor:
     """[keys, groups, D]: key rows of a batch in a group-major tensor, a view; one group where the batch is served."""
     row, width = x_S1D.stride(0), x_S1D.shape[2]
     groups = batch.group_end - batch.group_begin

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.device_schedule import DeviceSchedule
-from deepspeed_cad.attention.non_attention import Stretches, StretchTimes
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.room import OUT
@@ -49,6 +50,9 @@ class Modes:
     """A backward will come, as far as is known in the forward."""
     parking: Parking | None = None
     """Where what is kept waits for backward; None: on the device."""
+    results_travel: bool = False
+    """O and LSE of all rows are kept at home and go along with dO: a row's backward may run on another rank than its
+    forward, as in a pipeline, so servers keep nothing."""
 
 
 CallOrders = Callable[[bool, bool, int], None]
@@ -77,10 +81,10 @@ class WavesOut:
         self.under_way.append(self.start(self.started))
         self.started += 1
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         return self.under_way.popleft().wait()
 
-    def nothing(self) -> list[torch.Tensor]:
+    def nothing(self) -> list[Tensor]:
         """What a wave brings of which nothing is served here."""
         return [one.home.new_empty(0, one.home.shape[-1]) for one in self.fields]
 

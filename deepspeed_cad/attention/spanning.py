@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
@@ -54,12 +55,12 @@ class Before(NamedTuple):
 
     schedule: Schedule
     back: Schedule
-    sent: torch.Tensor
+    sent: Tensor
     """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
-    joined: torch.Tensor
+    joined: Tensor
     """What the convolution runs on, chosen from a blank row, the rows of this rank and those that came, in that order:
     each piece behind the rows before it, blank ones at the begin of a document."""
-    own: torch.Tensor
+    own: Tensor
     """Where the rows of this rank lie in that."""
 
 
@@ -99,7 +100,7 @@ class Spanning:
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
         """In the order in which they first ran."""
-        self._came: dict[Hashable, torch.Tensor] = {}
+        self._came: dict[Hashable, Tensor] = {}
 
     def heads(self, groups: int, size: int = 0, label: str = "") -> list[Wave]:
         """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
@@ -117,30 +118,26 @@ class Spanning:
             self._before[count] = self._look_back(count)
         return self._before[count]
 
-    def gather(
-        self, schedule: Schedule, layer: Hashable, home_nGw: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def gather(self, schedule: Schedule, layer: Hashable, home_nGw: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """[S, w] of each tensor, where its heads run; they are valid until the next exchange. And the tensors again,
         for the next wave. Differentiable. `layer` tells it from the other layers of the micro-batch."""
         found = _Gather.apply(self, schedule, self._number(layer), *home_nGw)
         return list(found[: len(home_nGw)]), list(found[len(home_nGw) :])
 
-    def scatter(
-        self, schedule: Schedule, layer: Hashable, home_nGw: torch.Tensor, served_Sw: torch.Tensor
-    ) -> torch.Tensor:
+    def scatter(self, schedule: Schedule, layer: Hashable, home_nGw: Tensor, served_Sw: Tensor) -> Tensor:
         """`home_nGw` with the rows that came back written into it. Differentiable."""
-        found: torch.Tensor = _Scatter.apply(self, schedule, self._number(layer), home_nGw, served_Sw)
+        found: Tensor = _Scatter.apply(self, schedule, self._number(layer), home_nGw, served_Sw)
         return found
 
     @unseen_by_checkpointing
-    def bring(self, before: Before, layer: Hashable, rows: torch.Tensor) -> torch.Tensor:
+    def bring(self, before: Before, layer: Hashable, rows: Tensor) -> Tensor:
         """The rows before pieces, out of those of this rank. Differentiable. They are few and kept: where activation
         checkpointing runs the layer again, nothing moves."""
         came, recomputes = self._came.get(layer), in_backward()
         if came is not None and not recomputes:
             raise CADError(f"{type(layer).__name__} with documents that span ranks was called twice in one forward")
         sent = rows.index_select(0, before.sent)
-        found: torch.Tensor = _Bring.apply(self, before, self._number(layer), came, sent)
+        found: Tensor = _Bring.apply(self, before, self._number(layer), came, sent)
         self._came[layer] = found.detach()
         return found
 
@@ -148,15 +145,13 @@ class Spanning:
         return self._layers.setdefault(layer, len(self._layers))
 
     def dispatch(
-        self, schedule: Schedule, layer: int, home_nGw: Sequence[torch.Tensor], backward: bool
-    ) -> tuple[torch.Tensor, ...]:
+        self, schedule: Schedule, layer: int, home_nGw: Sequence[Tensor], backward: bool
+    ) -> tuple[Tensor, ...]:
         """[S, w] of each tensor, without gradients."""
         fields = [Outgoing(QUERY, _readable(x)) for x in home_nGw]
         return tuple(self._transport.dispatch(schedule, fields, 0, Moment(self._turn, layer, backward)).wait())
 
-    def give_back(
-        self, schedule: Schedule, layer: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], backward: bool
-    ) -> None:
+    def give_back(self, schedule: Schedule, layer: int, pairs: list[tuple[Tensor, Tensor]], backward: bool) -> None:
         """Write rows [S, w] into tensors at home [n, G, w]: (served, home) of each."""
         fields = [Returning(QUERY, served.contiguous(), home) for served, home in pairs]
         self._transport.give_back(schedule, fields, 0, Moment(self._turn, layer, backward)).wait()
@@ -236,7 +231,7 @@ class Spanning:
             begin[here] = np.cumsum(size[here]) - size[here]
         return begin, np.bincount(rank, weights=size, minlength=self._ranks).astype(np.int64)
 
-    def _to_device(self, index: Ints) -> torch.Tensor:
+    def _to_device(self, index: Ints) -> Tensor:
         return torch.from_numpy(index).to(self._device)
 
     def _schedule(
@@ -263,7 +258,7 @@ class Spanning:
         )  # fmt: skip
 
 
-def _readable(x_nGw: torch.Tensor) -> torch.Tensor:
+def _readable(x_nGw: Tensor) -> Tensor:
     """As copies read it: rows of a head group that are contiguous, and one behind the other where they are narrow."""
     if x_nGw.shape[2] * x_nGw.element_size() < NARROW:
         return x_nGw.transpose(0, 1).contiguous().transpose(0, 1)
@@ -275,7 +270,7 @@ class _Gather(torch.autograd.Function):
     into the same ones, from the last wave to the first."""
 
     @staticmethod
-    def forward(ctx: Any, spanning: Spanning, schedule: Schedule, layer: int, *home_nGw: torch.Tensor) -> Any:
+    def forward(ctx: Any, spanning: Spanning, schedule: Schedule, layer: int, *home_nGw: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         landed = spanning.dispatch(schedule, layer, home_nGw, backward=False)
         ctx.given, ctx.like = (spanning, schedule, layer), [(x.shape, x.new_empty(0)) for x in home_nGw]
@@ -283,7 +278,7 @@ class _Gather(torch.autograd.Function):
         return *landed, *(x.view_as(x) for x in home_nGw)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (spanning, schedule, layer), count, pairs = ctx.given, len(ctx.like), []
         for (shape, like), served, home in zip(ctx.like, gradients[:count], gradients[count:]):
             served = like.new_zeros(ctx.rows, shape[2]) if served is None else served
@@ -297,15 +292,15 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spanning: Spanning, schedule: Schedule, layer: int, home_nGw: torch.Tensor, served_Sw: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, spanning: Spanning, schedule: Schedule, layer: int, home_nGw: Tensor, served_Sw: Tensor
+    ) -> Tensor:
         ctx.given = spanning, schedule, layer
         spanning.give_back(schedule, layer, [(served_Sw, home_nGw)], backward=False)
         ctx.mark_dirty(home_nGw)
         return home_nGw
 
     @staticmethod
-    def backward(ctx: Any, gradient_nGw: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient_nGw: Tensor) -> Any:
         spanning, schedule, layer = ctx.given
         (served,) = spanning.dispatch(schedule, layer, [gradient_nGw], backward=True)
         return None, None, None, gradient_nGw, served.clone()
@@ -315,15 +310,13 @@ class _Bring(torch.autograd.Function):
     """Rows before pieces; `kept`: what the same exchange brought before."""
 
     @staticmethod
-    def forward(
-        ctx: Any, spanning: Spanning, before: Before, layer: int, kept: torch.Tensor | None, sent: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, spanning: Spanning, before: Before, layer: int, kept: Tensor | None, sent: Tensor) -> Tensor:
         ctx.given = spanning, before.back, layer
         if kept is not None:
             return kept.detach()
         return spanning.dispatch(before.schedule, layer, [sent[:, None]], backward=False)[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         spanning, back, layer = ctx.given
         return None, None, None, None, spanning.dispatch(back, layer, [gradient[:, None]], backward=True)[0].clone()

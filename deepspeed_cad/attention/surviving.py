@@ -1,9 +1,8 @@
 """A core-attention call that goes on where servers change: each of its passes can run again with others.
 
-A pass is one direction of one call. All trainers take the steps of all passes in the same order, and none goes on
-behind a pass before every trainer has its result. So where a server is lost all trainers stand at the same collect, and
-take all steps of that pass again there, with the servers that are left. A pass that another nano-batch has under way
-takes its steps again when its next one comes.
+No trainer goes on behind a pass, one direction of one call, before every trainer has its result. So where a server is
+lost all stand at the same collect, and take all steps of that pass again there, with the servers that are left. A pass
+that another nano-batch has under way takes its steps again when its next one comes.
 
 What a lost server held of a forward is gone, and the tasks of those that are left are others in the new plan. So a
 backward whose forward ran with other servers attends again first.
@@ -18,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from deepspeed_cad.attention.backward import Gradients
 from deepspeed_cad.attention.call import AttentionCall, Pass
@@ -60,27 +60,20 @@ class SurvivingCall(AttentionCall):
         self._began_with = -1
         """The generation of the attempt."""
 
-    def start_forward(
-        self, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor, sinks_H: torch.Tensor | None
-    ) -> None:
-        """See AttentionCall."""
+    def start_forward(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None) -> None:
         self._begin(lambda attempt: attempt.start_forward(q_THD, k_UKD, v_UKV, sinks_H))
 
     def serve_forward(self) -> None:
-        """See AttentionCall."""
         self._take(AttentionCall.serve_forward)
 
     def collect_forward(self) -> Kept:
-        """See AttentionCall."""
         kept: Kept = self._collect(AttentionCall.collect_forward)
         self._left_by = self._began_with
         if not self.setup.modes.returns:
             self._forget()
         return kept
 
-    def start_backward(
-        self, kept: Kept, do_THV: torch.Tensor, q_THD: torch.Tensor, k_UKD: torch.Tensor, v_UKV: torch.Tensor
-    ) -> None:
+    def start_backward(self, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor) -> None:
         """See AttentionCall; attends again first where its forward ran with other servers."""
 
         def start(attempt: AttentionCall) -> None:
@@ -94,17 +87,14 @@ class SurvivingCall(AttentionCall):
         self._begin(start)
 
     def serve_backward(self) -> None:
-        """See AttentionCall."""
         self._take(AttentionCall.serve_backward)
 
     def collect_backward(self) -> Gradients:
-        """See AttentionCall."""
         gradients: Gradients = self._collect(AttentionCall.collect_backward)
         self.end()
         return gradients
 
     def end(self) -> None:
-        """See AttentionCall."""
         super().end()
         self._forget()
 

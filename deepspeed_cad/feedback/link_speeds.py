@@ -56,12 +56,10 @@ class LinkSpeeds:
         self._warning: str | None = None
 
     def report(self, model: int) -> Ints:
-        """See Reporter."""
         taken = np.zeros(4, np.int64) if self._transfers is None else self._transfers.take()
         return np.array([self._pauses(), *taken], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
-        """See Reporter."""
         self._paused = bool(reports[:, 0].any())
         if not self._paused:
             self._correct(INSIDE, self.start.inside, reports[:, 1], reports[:, 2])

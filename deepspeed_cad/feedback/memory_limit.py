@@ -63,7 +63,6 @@ class MemoryLimit:
         self.now = NO_LIMIT if self.given is None else Limit(self.given, 'the key "memory"')
 
     def report(self, model: int) -> Ints:
-        """See Reporter."""
         most, free = self._lacked, 0
         if self.given is not None:
             most = min(most, self.given)
@@ -79,7 +78,6 @@ class MemoryLimit:
         return np.array([0 if most == float("inf") else max(1, int(most)), free], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
-        """See Reporter."""
         sizes, free = reports.T
         self.now = NO_LIMIT
         if (sizes > 0).any():

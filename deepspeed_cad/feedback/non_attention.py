@@ -1,20 +1,100 @@
-"""Seconds of all that is not attention, per token, on every rank: who has fewer tokens, or a faster GPU, attends more.
+"""How long all that is not attention takes, per token on every rank: linear layers, norms, what checkpointing repeats.
+Who has fewer tokens, or a faster GPU, attends more.
 
-In: seconds per token that every trainer measured between attentions (attention/non_attention.py). Out: seconds per
-token of every trainer, equal on all of them. A model has numbers of its own.
+A stretch lies between two attentions of one micro-batch, or of one nano-batch where two alternate: from the moment at
+which O of a layer is complete at home to the dispatch of the next layer; in the backward, from dQ, dK and dV of a layer
+to the dispatch of the layer before. Nothing else runs on the trainer meanwhile. CUDA events on a GPU, read without
+waiting; the clock on a CPU. In: these moments, from attention calls. Out: seconds per token of every trainer, equal on
+all of them. A model has numbers of its own. Stretches in which a GPU waits for its host are left out.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.plan import Floats
 
 Measured = tuple[list[float], list[float]]
 """Seconds per token and layer of the stretches that ended: forward and backward."""
+Moment = Any
+"""An event on a GPU's current stream, or seconds of the clock."""
+MOST = 4096
+"""Stretches that are held between two readings."""
+
+
+class _Stretch(NamedTuple):
+    begin: Moment
+    end: Moment
+    tokens: int
+    backward: bool
+
+
+class StretchTimes:
+    """The stretches of one model on this rank. Any thread may add and take."""
+
+    def __init__(self) -> None:
+        self._stretches: deque[_Stretch] = deque(maxlen=MOST)
+        self._lock = threading.Lock()
+
+    def add(self, begin: Moment, end: Moment, tokens: int, backward: bool) -> None:
+        with self._lock:
+            self._stretches.append(_Stretch(begin, end, tokens, backward))
+
+    def take(self) -> Measured:
+        """Seconds per token of the stretches that ended since this was called last: forward and backward ones."""
+        found: Measured = ([], [])
+        with self._lock:
+            while self._stretches:
+                one = self._stretches[0]
+                if isinstance(one.end, torch.cuda.Event) and not one.end.query():
+                    break
+                self._stretches.popleft()
+                found[one.backward].append(_seconds(one.begin, one.end) / one.tokens)
+        return found
+
+
+class Stretches:
+    """Those of one nano-batch of one micro-batch."""
+
+    def __init__(self, times: StretchTimes, device: torch.device, tokens: int) -> None:
+        self._times, self._device, self._tokens = times, device, tokens
+        self._open: tuple[int, bool, Moment] | None = None
+
+    def begin(self, layer: int, backward: bool) -> None:
+        """The attention of a layer is complete."""
+        self._open = (layer, backward, self._now())
+
+    def end(self, layer: int, backward: bool) -> None:
+        """The attention of a layer is about to be dispatched."""
+        opened, self._open = self._open, None
+        # What lies before the first layer and behind the last has other work in it than a layer.
+        if opened is None or opened[:2] != (layer + (1 if backward else -1), backward) or not self._tokens:
+            return
+        begin = opened[2]
+        # A GPU that is past the begin of this stretch already waits for its host, whose time is not the GPU's.
+        if isinstance(begin, float) or not begin.query():
+            self._times.add(begin, self._now(), self._tokens, backward)
+
+    def _now(self) -> Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(begin: Moment, end: Moment) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+
+
 PICOSECONDS = 1e12
 GAIN = 0.5
 """Share of a measured difference that is made up for at once. A choice: the first steps compile and allocate, and after
@@ -37,12 +117,10 @@ class NonAttention:
         self._paused: dict[int, bool] = {}
 
     def report(self, model: int) -> Ints:
-        """See Reporter."""
         each = [middle(seconds) for seconds in self._take(model)]
         return np.array([self._pauses(), *(round(seconds * PICOSECONDS) for seconds in each)], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
-        """See Reporter."""
         self._paused[model] = bool(reports[:, 0].any())
         each = self._each.get(model, np.zeros((2, self._trainers)))
         measured = reports[:, 1:].T / PICOSECONDS

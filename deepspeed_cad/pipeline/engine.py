@@ -82,16 +82,15 @@ def _bind(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
 
     run_forward, run_backward = PipelineEngine._exec_forward_pass, PipelineEngine._exec_backward_pass
 
-    def forward(engine: PipelineEngine, buffer_id: int, round_: int, micro_batch: int | None) -> None:
-        binding.run_ticks(round_, micro_batch, False, lambda: run_forward(engine, buffer_id))
-
-    def backward(engine: PipelineEngine, buffer_id: int, round_: int, micro_batch: int | None) -> None:
-        binding.run_ticks(round_, micro_batch, True, lambda: run_backward(engine, buffer_id))
+    def ticks(run: Callable[..., None], backward: bool) -> Callable[..., None]:
+        return lambda engine, buffer_id, round_, micro_batch: binding.run_ticks(
+            round_, micro_batch, backward, lambda: run(engine, buffer_id)
+        )
 
     def alone(engine: PipelineEngine, buffer_id: int) -> None:
         binding.run_alone(lambda: run_forward(engine, buffer_id))
 
-    hooks = {ForwardTicks: forward, BackwardTicks: backward, ForwardPass: alone}
+    hooks = {ForwardTicks: ticks(run_forward, False), BackwardTicks: ticks(run_backward, True), ForwardPass: alone}
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **hooks}
     engine._train_schedule = lambda: LockstepSchedule(binding.rounds, engine.stage_id)
     engine._next_batch = binding.next_batch

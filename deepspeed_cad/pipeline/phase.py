@@ -4,6 +4,10 @@ and the micro-batches between forward and backward.
 In: the ticks of the program, which of them run a layer of this stage, and a way to set one up. A rank with a
 micro-batch enters its ticks one by one as its layers call attention; ticks between them, and all ticks of a rank
 without one, are served. So every rank starts the same exchanges in the same order.
+
+The server of a row's backward need not be the server of its forward, and may run another layer itself: the calls run
+with `Modes.results_travel`. A server knows of the layer only its kind; sinks, which are a layer's parameters, are
+folded in at home.
 """
 
 from __future__ import annotations
@@ -12,11 +16,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from deepspeed_cad.attention.backward import collect_backward, serve_backward, start_backward
+from deepspeed_cad.attention.call import AttentionCall
+from deepspeed_cad.attention.forward import Kept, collect_forward, serve_forward, start_forward, version_of
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, Rows
+from deepspeed_cad.attention.serve import fold_sinks, lse_dtype
 from deepspeed_cad.attention.setup import CallSetup
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.pipeline.tick_call import TickCall, serve_tick
 
 SAME_LAYERS = "A stage must run the same layers, one after the other, in the same order in every micro-batch"
 
@@ -63,6 +71,55 @@ def _merge(ticks: list[ProgramTick], stage: int, own: list[LayerKind]) -> list[P
             merged.append(ProgramTick(own[j], (stage,)))
             j += 1
     return merged
+
+
+def serve_tick(setup: CallSetup, kind: LayerKind, backward: bool) -> None:
+    """A tick on a rank that has no layer in it, or in whose layer no gradient is wanted."""
+    shape, rows = kind.shape, setup.schedule.query_tokens
+
+    def zeros(*size: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.zeros(rows, *size, dtype=dtype, device=setup.device)
+
+    # In a backward, rows of a layer whose gradient nobody wants are in the plan all the same: they have none.
+    q, k = (zeros(heads, shape.head_dim) for heads in (shape.query_heads, shape.groups))
+    o, v = (zeros(heads, shape.value_dim) for heads in (shape.query_heads, shape.groups))
+    if not backward:
+        collect_forward(setup, serve_forward(setup, start_forward(setup, q, k, v, None)))
+        return
+    kept = Kept(o, zeros(shape.query_heads, dtype=lse_dtype(kind.dtype)), (), None, 0)
+    collect_backward(setup, serve_backward(setup, start_backward(setup, kept, torch.zeros_like(o), q, k, v)))
+
+
+class TickCall(AttentionCall):
+    """One layer of one micro-batch on this rank: its forward tick, what it leaves, and its backward tick."""
+
+    def __init__(self, forward: CallSetup, backward: Callable[[], CallSetup]) -> None:
+        """`backward` begins this layer's backward tick; called when its gradient is there."""
+        super().__init__(forward)
+        self.enter_backward = backward
+        self.sinks_H: Tensor | None = None
+
+    def start_forward(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None) -> None:
+        self.sinks_H = None if sinks_H is None else sinks_H.clone()
+        super().start_forward(q_THD, k_UKD, v_UKV, None)
+
+    def collect_forward(self) -> Kept:
+        kept = super().collect_forward()
+        if self.sinks_H is None:
+            return kept
+        o, lse = fold_sinks(kept.o_THV, kept.lse_TH, self.sinks_H)
+        return Kept(o, lse, (), self.sinks_H, version_of(o))
+
+    def keep(self, kept: Kept, inputs: tuple[Tensor, ...]) -> None:
+        # Saved plainly, O stays for the layer behind attention, and LSE alone is not worth the way.
+        if self._saved_plainly:
+            self.state = kept
+        else:
+            super().keep(kept, ())
+
+    def start_backward(self, kept: Kept, do_THV: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor) -> None:
+        self.setup = self.enter_backward()
+        super().start_backward(kept, do_THV, q_THD, k_UKD, v_UKV)
 
 
 @dataclass(eq=False)
@@ -118,7 +175,7 @@ class StageMicroBatch:
     calls: dict[Hashable, TickCall] = field(default_factory=dict)
     """By attention module."""
 
-    def attend(self, layer: LayerInput) -> torch.Tensor:
+    def attend(self, layer: LayerInput) -> Tensor:
         """O [T, H, V] of one layer; one that is recomputed in the backward gets its call of the forward."""
         rows, call = layer.rows(), self.calls.get(layer.layer)
         forward = self.phase is not None and not self.phase.backward

@@ -124,7 +124,6 @@ class PlannedPhase:
 
 
 def key_of(kind: LayerKind) -> PlanKey:
-    """What plans of a layer differ in."""
     return PlanKey(kind.rule.window, kind.shape)
 
 
@@ -135,24 +134,6 @@ def tick_cost(cost: CostModel, backward: bool) -> CostModel:
     with 128 rows of a task as with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)
     """
     return replace(cost, key=cost.key / BACKWARD_PAIRS if backward else 0.0)
-
-
-def phase_layout(
-    places: Sequence[Place],
-    documents: Sequence[Sequence[LocalSegments]],
-    rounds: Rounds,
-    round_: int,
-    backward: bool,
-    stages: Sequence[int],
-) -> Layout:
-    """Which segments meet in a tick. `documents[r][m]`: those of replica r's micro-batch m."""
-    find = rounds.backward if backward else rounds.forward
-
-    def of(place: Place) -> LocalSegments:
-        micro_batch = find(round_, place.stage) if place.stage in stages else None
-        return LocalSegments.none(0) if micro_batch is None else documents[place.replica][micro_batch]
-
-    return assemble([of(place) for place in places])
 
 
 class StepPlans:
@@ -241,7 +222,7 @@ class StepPlans:
         turn, plans.turn = plans.turn, plans.turn + 1
         parts: dict[tuple[int, ...], MicroBatch] = {}
         for stages in dict.fromkeys(tick.stages for tick in self.program):
-            layout = phase_layout(self.places, self._documents, self.rounds, round_, backward, stages)
+            layout = self._layout(self._documents, round_, backward, stages)
             part = MicroBatch(
                 plans.gatherer.shares.replica, layout, (layout.tick(),), plans.device,
                 partial(self._plan_tick, backward), self._remember, plans.crew.transport, plans.counts,
@@ -251,6 +232,16 @@ class StepPlans:
             parts[stages] = part
         every = {(key, i): one for i, part in enumerate(parts.values()) for (key, _), one in part.planned.items()}
         return PlannedPhase(turn, parts, replace(next(iter(parts.values())), planned=every))
+
+    def _layout(self, documents: Documents, round_: int, backward: bool, stages: Sequence[int]) -> Layout:
+        """Which segments meet in a tick."""
+        find = self.rounds.backward if backward else self.rounds.forward
+
+        def of(place: Place) -> LocalSegments:
+            micro_batch = find(round_, place.stage) if place.stage in stages else None
+            return LocalSegments.none(0) if micro_batch is None else documents[place.replica][micro_batch]
+
+        return assemble([of(place) for place in self.places])
 
     def _plan_tick(self, backward: bool, tick: Tick, key: PlanKey) -> Plan:
         plans, links = self.plans, self._links

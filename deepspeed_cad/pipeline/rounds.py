@@ -21,16 +21,13 @@ class Rounds:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return self.micro_batches + 2 * (self.stages - 1)
 
     def forward(self, round_: int, stage: int) -> int | None:
-        """The micro-batch that a stage runs forward in a round."""
         begun = round_ - stage
         return begun if 0 <= begun < self.micro_batches else None
 
     def backward(self, round_: int, stage: int) -> int | None:
-        """The micro-batch that a stage runs backward in a round."""
         return self.forward(round_ - 2 * (self.stages - 1) + stage, 0)
 
     def has_forward(self, round_: int) -> bool:

@@ -106,7 +106,6 @@ class PipelineBinding:
 
     @property
     def rounds(self) -> Rounds:
-        """Of a training step."""
         return Rounds(self.engine.num_stages, self.engine.micro_batches)
 
     def begin_step(self, look: Callable[[], None]) -> None:
@@ -129,7 +128,6 @@ class PipelineBinding:
         self._load([loaded[m] for m in order] if loaded else [], count)
 
     def end_step(self) -> None:
-        """After a step. Raises CADPeerError where ranks made different plans."""
         plans, self._plans = self._plans, None
         if plans is not None:
             plans.finish()
@@ -158,7 +156,6 @@ class PipelineBinding:
     # What the engine's instructions call
 
     def next_batch(self) -> Any:
-        """Of the step that was read ahead."""
         return self._loaded.popleft().pair
 
     def run_ticks(self, round_: int, micro_batch: int | None, backward: bool, work: Callable[[], None]) -> None:
@@ -219,13 +216,12 @@ class PipelineBinding:
         return ForwardCheck(planned.parts[self.program[own[0]].stages].local(), number)
 
     def _setup(self, planned: PlannedPhase, tick: int, label: str) -> CallSetup:
-        """This rank's call in one tick of a phase."""
         session, kind = self.session, self.program[tick].kind
         part = planned.parts[self.program[tick].stages]
         schedule = part.schedule(key_of(kind), 0)
         return CallSetup(
             schedule, session.kernel(kernel_need(kind, session.device)), part.transport, kind.rule,
-            Modes(local_first=session.config.overlap != "none", parking=session.parking), part.counts,
+            Modes(session.config.overlap != "none", parking=session.parking, results_travel=True), part.counts,
             label=label, aside=part.aside if schedule.beside else None, turn=planned.turn, layer=tick,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.request import Request, read_environment
@@ -40,30 +40,15 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the CAD group."""
         return self.trainers + self.servers
 
     @property
     def is_server(self) -> bool:
-        """Whether this process only serves."""
         return self.rank >= self.trainers
 
     @property
     def came_later(self) -> bool:
-        """Whether it is a server that came when the job ran."""
         return self.rank >= self.ranks
-
-
-class _Place(NamedTuple):
-    """Where a launcher put a process."""
-
-    rank: int
-    world: int
-    local: int
-    size: int
-    """Ranks of this host."""
-    host: int
-    hosts: int
 
 
 def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, dict[str, str]]:
@@ -106,8 +91,9 @@ def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, 
     return role, {name: str(number) for name, number in changed.items()}
 
 
-def _read_place(environment: Mapping[str, str]) -> _Place:
-    """Where the launcher put this process. Raises CADConfigError where none says."""
+def _read_place(environment: Mapping[str, str]) -> tuple[int, int, int, int, int, int]:
+    """Where the launcher put this process: rank of ranks, rank of those of its host, host of hosts. Raises
+    CADConfigError where none says."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
     if missing:
         raise CADConfigError(
@@ -123,7 +109,7 @@ def _read_place(environment: Mapping[str, str]) -> _Place:
     local_world = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world)
     host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // max(local_world, 1))
     hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // max(local_world, 1)))
-    return _Place(rank, world, local, local_world, host, hosts)
+    return rank, world, local, local_world, host, hosts
 
 
 def _check_host(servers: Reservation, chosen: list[int], first: int, size: int) -> None:

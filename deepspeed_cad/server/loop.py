@@ -1,8 +1,12 @@
 """What a server does: follow the leader's orders, exchange by exchange, and run what arrives.
 
 In: orders, in the order in which all trainers exchange. Out: exchanges, with tensors of no rows as this rank's own.
-What is dispatched runs in the order of its waves (serving.py); results go back when the order for that comes. On a GPU
-each nano-batch has a stream of its own, so what one has to wait for does not hold up the other.
+On a GPU each nano-batch has a stream of its own, so what one has to wait for does not hold up the other.
+
+Orders come in the order in which trainers start these exchanges (attention/overlap.py): the dispatches of the first
+waves, then return after return, and behind each one the dispatch of the next wave. A server does as they do. It starts
+what it is told to, serves a wave as soon as trainers would, that is when as many are out as have memory at once, and
+waits for a return before another one takes its place.
 
 What backward needs is held by (micro-batch, layer, nano-batch) from the forward until its backward ran, or until the
 leader says that no backward can come any more.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -22,37 +27,25 @@ from typing import Any
 import torch
 
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.attention.backward import (
-    Gradients,
-    gradients_back,
-    serve_arrived_backward,
-    start_backward,
-)
+from deepspeed_cad.attention.backward import Gradients, gradients_back, serve_arrived_backward, start_backward
 from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
-from deepspeed_cad.attention.forward import (
-    Kept,
-    ServedOutputs,
-    outputs_back,
-    serve_arrived,
-    start_forward,
-)
+from deepspeed_cad.attention.forward import Kept, ServedOutputs, outputs_back, serve_arrived, start_forward
 from deepspeed_cad.attention.layer import LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.attention.serve import lse_dtype, new_gradients, new_outputs
-from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes, WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.exchange.transport import Returning, Transport
+from deepspeed_cad.exchange.transport import Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Busy
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.room import BACK, OUT, Room
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN, ROOM, TRACE
-from deepspeed_cad.server.serving import ServedPass
-from deepspeed_cad.server.wire import Frame
+from deepspeed_cad.server.sockets import Frame
 from deepspeed_cad.trace import Tracer
 
 logger = logging.getLogger("deepspeed_cad")
@@ -61,6 +54,76 @@ CallPlace = tuple[int, int]
 """Layer and nano-batch."""
 PlannedTick = tuple[PlanKey, int]
 """Kind of layer and nano-batch."""
+
+
+Serve = Callable[[int, list[torch.Tensor]], list[Returning]]
+"""Runs what arrived of a wave; gives what goes back."""
+
+
+@dataclass(eq=False)
+class ServedPass:
+    """One direction of one call."""
+
+    setup: CallSetup
+    backward: bool
+    out: WavesOut
+    serve: Serve
+    served: int = 0
+    returned: int = 0
+    """Of these, told to come back."""
+    _ready: list[Returning] = field(default_factory=list)
+    """What goes back next, where it was served and is not asked for yet."""
+    _backs: deque[Returned] = field(default_factory=deque)
+
+    @property
+    def is_over(self) -> bool:
+        return self.returned == self.out.count
+
+    def dispatch(self, wave: int) -> None:
+        """A wave goes out. Raises CADError where it is another one's turn."""
+        self._expect("dispatch", wave, self.out.started)
+        if wave >= self.returned + OUT:
+            raise CADError(f"{self._words} is told to dispatch wave {wave} before wave {self.returned} was returned")
+        if wave >= BACK:
+            # Its place on the way back is that of the wave so many before it.
+            self._backs.popleft().wait()
+        with self.setup.span("dispatch", self.backward):
+            self.out.start_next()
+        self._serve_next()
+
+    def give_back(self, wave: int) -> None:
+        """A wave comes back. Raises CADError where it is another one's turn."""
+        self._expect("return", wave, self.returned)
+        if self.served == wave:
+            raise CADError(f"{self._words} is told to return wave {wave} before it was served")
+        fields, self._ready = self._ready, []
+        self._backs.append(self.setup.give_back(wave, fields, self.backward))
+        self.returned += 1
+        self._serve_next()
+        while self.is_over and self._backs:
+            self._backs.popleft().wait()
+
+    def _serve_next(self) -> None:
+        """Serve a wave where the one before is on its way back, and the one after, if there is any, on its way here."""
+        wave = self.served
+        if self.returned < wave or self.is_over or self.out.started < min(self.out.count, wave + OUT):
+            return
+        with self.setup.span("wait", self.backward):
+            arrived = self.out.wait()
+        self._ready = self.serve(wave, arrived)
+        self.served += 1
+
+    def _expect(self, what: str, wave: int, expected: int) -> None:
+        if wave != expected or expected == self.out.count:
+            raise CADError(
+                f"{self._words} is told to {what} wave {wave}, where wave {expected} of {self.out.count} comes next: "
+                "orders and plans do not belong together"
+            )
+
+    @property
+    def _words(self) -> str:
+        way = "backward" if self.backward else "forward"
+        return f"the {way} of {self.setup.label} in micro-batch {self.setup.turn} (a server)"
 
 
 @dataclass(eq=False)
@@ -170,7 +233,6 @@ class Loop:
             self.counts.tracer.next_micro_batch()
 
     def end_trace(self) -> None:
-        """Training ended: write what was recorded of the timeline."""
         if self.counts.tracer is not None:
             self.counts.tracer.finish()
 
@@ -205,7 +267,6 @@ class Loop:
         call.running = self._forward(call)
 
     def _running(self, call: Call, head: dict[str, Any]) -> ServedPass:
-        """The pass that an order means."""
         if call.running is None or call.running.backward != head["backward"]:
             way = "backward" if head["backward"] else "forward"
             raise CADError(
@@ -226,28 +287,24 @@ class Loop:
             self._uploaded(opened, tick), self._kernels[need], self.transport, rule, modes, self.counts, nano_batch,
             f"layer {head['layer']}", None, head["turn"], head["layer"],
         )  # fmt: skip
-        home = tuple(
-            torch.empty(0, heads, width, dtype=dtype, device=self.device)
-            for heads, width in (
-                (shape.query_heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, shape.value_dim)
-            )
-        )  # fmt: skip
+        sizes = (shape.query_heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, shape.value_dim)
+        q, k, v = (torch.empty(0, *size, dtype=dtype, device=self.device) for size in sizes)
         # Only its shape counts: values come from the trainers, row by row.
         sinks = torch.zeros(shape.query_heads, dtype=lse_dtype(dtype), device=self.device) if head["sinks"] else None
-        return Call(setup, (home[0], home[1], home[2]), sinks)
+        return Call(setup, (q, k, v), sinks)
 
     def _forward(self, call: Call) -> ServedPass:
         setup, (q, _, v) = call.setup, call.home
         started = start_forward(setup, *call.home, call.sinks_H, at_once=False)
-        o, lse = new_outputs(setup.schedule, q, v)
+        into = new_outputs(setup.schedule, q, v)
 
         def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
             with self.busy.timed(self.device):
-                served = serve_arrived(setup, wave, started, arrived, o, lse)
+                served = serve_arrived(setup, wave, started, arrived, into)
             if setup.modes.returns:
                 call.served.append(served)
                 self._hold(served)
-            return outputs_back(started, served, o, lse)
+            return outputs_back(setup, started, served, into)
 
         return ServedPass(setup, False, started.out, serve)
 
@@ -272,7 +329,7 @@ class Loop:
     # Memory
 
     def _hold(self, served: ServedOutputs) -> None:
-        self.held += _bytes_of(served)
+        self.held += sum(tensor.nbytes for tensor in served)
         self.most_held = max(self.most_held, self.held)
         if self.budget is not None and self.held > self.budget:
             raise CADError(
@@ -281,15 +338,11 @@ class Loop:
             )
 
     def _free(self, call: Call) -> None:
-        self.held -= sum(_bytes_of(one) for one in call.served)
+        self.held -= sum(tensor.nbytes for served in call.served for tensor in served)
         call.served.clear()
 
     def _on_stream(self, nano_batch: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[nano_batch]) if self._streams else nullcontext()
-
-
-def _bytes_of(served: ServedOutputs) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in served)
 
 
 def _tick(head: dict[str, Any]) -> PlannedTick:

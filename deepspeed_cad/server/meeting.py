@@ -28,8 +28,8 @@ from deepspeed_cad.exchange.failure.patience import PAUSE_S, wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
 from deepspeed_cad.exchange.group import OwnGroup, make_group
 from deepspeed_cad.exchange.probe import NAMES, Opened, open_transport
-from deepspeed_cad.server.handshake import Door
 from deepspeed_cad.server.launch import Split
+from deepspeed_cad.server.sockets import Door
 from deepspeed_cad.threads import run_aside
 from deepspeed_cad.version import __version__
 
@@ -83,7 +83,6 @@ class Members:
 
     @property
     def ranks(self) -> int:
-        """Size of the group."""
         return self.trainers + len(self.servers)
 
     @property
@@ -105,12 +104,10 @@ class Hello:
 
     @property
     def what(self) -> str:
-        """The rank in an error."""
         return f"{'trainer' if self.rank < self.trainers else 'server'} {self.rank} on {self.host}"
 
     @classmethod
     def of(cls, split: Split, config: CADConfig) -> Hello:
-        """Of this process."""
         settings = json.loads(json.dumps(config.to_dict()))
         return cls(split.rank, split.trainers, split.servers, __version__, settings, socket.gethostname())
 
@@ -255,7 +252,6 @@ def _compare(first: Hello, other: Hello) -> None:
 
 
 def offer_places(meeting: Rendezvous, mine: Hello) -> None:
-    """Let servers of another launch find this job."""
     job = {"attempt": meeting.split.attempt, **asdict(mine)}
     dist.PrefixStore(PREFIX, open_store(meeting.split.rendezvous, meeting.timeout_s)).set(JOB, json.dumps(job))
 
@@ -298,7 +294,6 @@ def take_place(rendezvous: str, timeout_s: float) -> tuple[Split, CADConfig]:
 
 
 def open_board(meeting: Rendezvous, goes_on: bool) -> Liveness:
-    """The error board of the job; `goes_on`: servers may change."""
     role = meeting.split
     liveness = Liveness(dist.PrefixStore("board", meeting.root), role.rank, role.ranks, meeting.timeout_s / 2)
     liveness.may_change = goes_on

@@ -72,12 +72,10 @@ class MicroBatchTold:
         self._leader, self.turn = leader, turn
 
     def plan(self, key: PlanKey, nano_batch: int, plan: Plan, cut: Cut) -> None:
-        """What was planned for a kind of layer, and into which waves it is cut; of several the last one counts."""
         head = {"do": PLAN, "turn": self.turn, "key": key_to_list(key), "nano_batch": nano_batch, "cut": list(cut)}
         self._leader.tell(head, (plan.tasks,))
 
     def room(self, key: PlanKey, nano_batch: int, room: Room) -> None:
-        """All ranks make room for what was planned, now."""
         size = {"out": room.out, "back": room.back, "headroom": room.headroom}
         self.tell({"do": ROOM, "key": key_to_list(key), "nano_batch": nano_batch, **size})
 

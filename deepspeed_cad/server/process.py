@@ -28,8 +28,8 @@ from deepspeed_cad.exchange.probe import Opened, with_links
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
-from deepspeed_cad.server.handshake import Listener
 from deepspeed_cad.server.launch import Split
+from deepspeed_cad.server.links import TrainerLinks
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import (
     Abandoned,
@@ -45,7 +45,7 @@ from deepspeed_cad.server.meeting import (
     why_not_change,
 )
 from deepspeed_cad.server.orders import REGROUP
-from deepspeed_cad.server.trainers import TrainerLinks
+from deepspeed_cad.server.sockets import Listener
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -127,7 +127,6 @@ class _Server:
             self.liveness.watched, self.liveness.losses = range(split.trainers), self._links
 
     def _begin_with(self, members: Members) -> None:
-        """Serve in a group of these members."""
         split, config, device, loop = self.split, self.config, self.device, self.loop
         transports = transports_of(config, device)
         opened = open_again(self.meeting, members, self.liveness, device, config.transport, transports)
@@ -175,7 +174,6 @@ class _Server:
         return _say(split, reason) if reason else 0
 
     def _regroup(self, head: dict[str, Any]) -> None:
-        """Servers have changed: begin again in a group with those that are there now."""
         members = Members(head["generation"], self.split.trainers, tuple(head["servers"]), head["exchanges"])
         if self.opened is not None:
             release = self.opened.transport.abandon()

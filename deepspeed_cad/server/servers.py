@@ -1,17 +1,12 @@
 """The reserved servers of one trainer's session. An object of these classes is chosen once, when groups are opened:
 nobody is reserved, servers stay as they are, or servers may be lost and others come.
 
-How trainers go on without a server. It is lost when its socket here has closed, or it has said that it failed, or
-nothing at all. Exchanges end then, here or by word of the trainer that found it, by ServerLostError, and all trainers
-come to the same point: the end of the pass that lost its exchange, behind which none goes on before all have its result
-(attention/surviving.py). Servers that came later are heard of with the lengths of a micro-batch, so all trainers begin
-at the forward of that one. There, on the training thread of each trainer:
-
-1. Trainers tell each other whom they lost. Who is lost to one is dropped by all; it reads that on the board, if it
-   lives.
-2. Trainers and the servers that are left, or have come, open another group. Trainer 0 tells servers to. Where one more
-   is lost meanwhile, this begins again at 1.
-3. Plans are made for these from then on, and the pass runs again.
+A server is lost when its socket here has closed, or it has said that it failed, or nothing at all. Exchanges end then,
+here or by word of the trainer that found it, by ServerLostError, and all trainers come to the end of the pass that lost
+its exchange (attention/surviving.py). Servers that came later are heard of with the lengths of a micro-batch, so all
+trainers begin at the forward of that one. There trainers tell each other whom they lost; who is lost to one is dropped
+by all. They open another group with the servers that are left, or have come, and begin again where one more is lost
+meanwhile. From then on plans are made for these, and the pass runs again.
 """
 
 from __future__ import annotations
@@ -43,9 +38,8 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.plan import Floats
-from deepspeed_cad.server.handshake import CONNECT_S, connect_to
 from deepspeed_cad.server.launch import Split
-from deepspeed_cad.server.link import ServerLink
+from deepspeed_cad.server.links import ServerLink
 from deepspeed_cad.server.meeting import (
     ASKED,
     Hello,
@@ -60,6 +54,7 @@ from deepspeed_cad.server.meeting import (
     why_not_change,
 )
 from deepspeed_cad.server.orders import REGROUP, TRACE, Leader
+from deepspeed_cad.server.sockets import CONNECT_S, connect_to
 from deepspeed_cad.trace import WARM_UP, Tracer
 
 logger = logging.getLogger("deepspeed_cad")
@@ -176,7 +171,6 @@ class SurvivingServers(ReservedServers):
 
     @property
     def generation(self) -> int:
-        """How often servers changed."""
         return self.members.generation
 
     def begin(self, transport: Transport | None, install: Callable[[Opened | None], None]) -> None:
@@ -193,13 +187,11 @@ class SurvivingServers(ReservedServers):
 
     @property
     def newcomers(self) -> int:
-        """Servers that came later, as far as trainer 0 knows."""
         with suppress(CADPeerError):  # whoever waits for anything finds that the store is gone
             return len(self._meeting.who_came()) if self.role.rank == 0 else 0
         return 0
 
     def report(self, model: int) -> Ints:
-        """Servers that came later."""
         return np.array([self.newcomers])
 
     def hear(self, model: int, reports: Ints) -> None:
@@ -236,7 +228,6 @@ class SurvivingServers(ReservedServers):
     # Where all trainers stand at the same point
 
     def all_have(self, result: bool) -> bool:
-        """See attention.surviving.Changing."""
         if not self._all(result):
             self._change()
             return False
@@ -266,28 +257,27 @@ class SurvivingServers(ReservedServers):
         idle_after, self.liveness.idle_after = self.liveness.idle_after, lambda: None
         if self._transport is not None:
             self.bytes_sent += self._transport.bytes_sent
-            self._give_up(self._transport)
+            self._given_up.append(self._transport.abandon())
         opened, agreed = None, False
         while not agreed:
             self._agree(came)
             try:
-                opened, well = self._open(), True
+                opened, well = None, True
+                if self.members.ranks > 1:
+                    here = self._meeting, self.members, self.liveness, self.device
+                    opened = open_again(*here, *self.transports)
             except ServerLostError as lost:
                 logger.info("one more: %s", lost)
                 opened, well = None, False
             if not (agreed := self._all(well)) and opened is not None:
-                self._give_up(opened.transport)
+                self._given_up.append(opened.transport.abandon())
         self.liveness.idle_after = idle_after
         self._transport = None if opened is None else opened.transport
         self._install(opened)
         if self.role.rank == 0:
             notice(self._describe(before))
 
-    def _give_up(self, transport: Transport) -> None:
-        self._given_up.append(transport.abandon())
-
     def _agree(self, came: int) -> None:
-        """Who is there from now on."""
         gone = [number for number in self.members.servers if number in self.link.gone]
         words: list[Any] = [(gone, 0 if self._transport is None else self._transport.exchanges)]
         if self._trainers is not None:
@@ -315,16 +305,7 @@ class SurvivingServers(ReservedServers):
             self.link.lose(number, str(error))
         return number
 
-    def _open(self) -> Opened | None:
-        """What the present members exchange through; None where one rank is left."""
-        return (
-            None
-            if self.members.ranks == 1
-            else open_again(self._meeting, self.members, self.liveness, self.device, *self.transports)
-        )
-
     def _describe(self, before: Members) -> str:
-        """What has changed, in words."""
         now, gone = self.members.servers, self.link.gone
         changes = [
             f"server {number} ended: {gone[number]}"

@@ -39,7 +39,6 @@ def lengths(case: Case, rank: int, index: int) -> list[int]:
 
 
 def form_of(case: Case, rank: int, index: int) -> Form:
-    """How a micro-batch is given. A stream is one on every rank."""
     shared = random.Random(f"{case.seed} form {index}").choice(case.forms)
     others = [form for form in case.forms if form != "stream"]
     own = shared if shared == "stream" else random.Random(f"{case.seed} form {rank} {index}").choice(others)
@@ -47,12 +46,10 @@ def form_of(case: Case, rank: int, index: int) -> Form:
 
 
 def number_of(rank: int, index: int, place: int) -> int:
-    """A document's name."""
     return (rank * 1000 + index) * 1000 + place
 
 
 def document(case: Case, number: int) -> torch.Tensor:
-    """Token ids of a document."""
     (rank, index), place = divmod(number // 1000, 1000), number % 1000
     length = lengths(case, rank, index)[place]
     generator = torch.Generator().manual_seed(case.seed * 7919 + number)
@@ -109,7 +106,6 @@ def _columns(case: Case, number: int) -> dict[str, torch.Tensor]:
 
 
 def _in_form(batch: dict[str, torch.Tensor], form: Form, dtype: str) -> dict[str, torch.Tensor]:
-    """The same documents, told in another way."""
     documents = batch["document"]
     taken = documents >= 0
     if form.positions != "again":

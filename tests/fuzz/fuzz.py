@@ -29,8 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of DDP's
 import torch.distributed as dist
 from pool import WorkerPool
 
-from fuzz.case import Case
-from fuzz.draw import draw
+from fuzz.case import Case, draw
 from fuzz.judge import judge, may, mortal
 from fuzz.play import TIMEOUT_S, Played, play
 from fuzz.roles import play_role
@@ -46,27 +45,21 @@ PRELOAD = (
 
 @dataclass
 class Tally:
-    """Figures of a run."""
-
     cases: int = 0
     steps: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     """How ranks ended."""
     failures: list[tuple[str, Case]] = field(default_factory=list)
-    slowest: tuple[float, str] = (0.0, "")
-    """Seconds of the slowest case, and its line."""
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in self.ends.most_common())
         return (
             f"{self.cases} cases, {self.steps} micro-batches compared, {len(self.failures)} failures\n"
-            f"ranks ended: {ends or 'none'}\nslowest case {self.slowest[0]:.1f} s: {self.slowest[1]}"
+            f"ranks ended: {ends or 'none'}"
         )
 
-    def add(self, case: Case, failure: str, played: list[Played | None], seconds: float) -> None:
-        """One case more."""
+    def add(self, case: Case, failure: str, played: list[Played | None]) -> None:
         self.cases += 1
-        self.slowest = max(self.slowest, (seconds, case.to_line()))
         for rank, one in enumerate(played):
             self.steps += 0 if one is None else one.trained
             if rank < case.world:
@@ -110,9 +103,8 @@ def run(
     tally, begin = Tally(), time.monotonic()
     while tally.cases < cases and time.monotonic() - begin < seconds:
         case = draw(seed + tally.cases, ranks)
-        started = time.monotonic()
         failure, played = run_case(workers, case)
-        tally.add(case, failure, played, time.monotonic() - started)
+        tally.add(case, failure, played)
         if say and failure:
             print(f"{failure}\n  --replay '{case.to_line()}'", flush=True)
         if say and tally.cases % EVERY == 0:
@@ -125,7 +117,6 @@ def run(
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones count up from it")
     parser.add_argument("--seconds", type=float, help="no case begins after this; 60 where --cases is not given")

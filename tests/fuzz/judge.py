@@ -102,7 +102,6 @@ def refused(case: Case, ranks: list[Played]) -> bool:
 
 
 def mortal(case: Case) -> set[int]:
-    """Ranks that are killed or stopped for good."""
     return {case.world + fate.server for fate in case.fates if fate.signal != "PAUSE"}
 
 

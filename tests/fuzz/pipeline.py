@@ -77,7 +77,6 @@ class _Pipeline:
         return engine
 
     def batches(self, indices: range) -> Iterator[Any]:
-        """As a loader gives them: pairs, or the dicts of collators."""
         for index in indices:
             given = micro_batch(self.case, self.replica, index)
             labels = given["input_ids"].masked_fill(given["place"] == 0, -100)
@@ -105,7 +104,6 @@ class _Pipeline:
         return total
 
     def train(self, step: int, batches: Iterator[Any]) -> None:
-        """One step, compared."""
         self.reference.zero_grad()
         loss = float(self.engine.train_batch(batches))
         expected = self.expected(step * self.case.accumulation, gradients=True)
@@ -119,7 +117,6 @@ class _Pipeline:
         self.played.trained += self.case.accumulation
 
     def evaluate(self, step: int) -> None:
-        """An evaluation, compared."""
         first = EVALUATED - self.case.accumulation * (step % 2)
         loss = self.engine.eval_batch(self.batches(range(first, first + self.case.accumulation)))
         self._compare("evaluation", step, float(loss), self.expected(first, gradients=False))

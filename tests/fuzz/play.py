@@ -48,8 +48,6 @@ class Played:
     rank: int
     trained: int = 0
     """Micro-batches whose loss was compared."""
-    caught: int = 0
-    """Planted exceptions that the script caught."""
     wrong: list[str] = field(default_factory=list)
     """Losses or gradients that are not those of the documents alone."""
     error: tuple[str, list[str], str, str] | None = None
@@ -104,7 +102,6 @@ def _note_figures(played: Played) -> None:
 
 
 def whole_block(case: Case) -> dict[str, Any]:
-    """The "cad" block of a case."""
     block = {"timeout_s": timeout_of(case), **case.block}
     if case.servers:
         block["servers"] = {"reserved": case.servers}
@@ -191,7 +188,6 @@ class _Player:
                 self.train_together(epoch, case.stop, together)
 
     def between(self, epoch: int, at: int) -> None:
-        """Evaluation, forwards without gradients, and a server that is waited for."""
         case = self.case
         if case.awaits and self.rank == 0 and self.played.trained == 2:
             servers = deepspeed_cad.current_session().servers
@@ -216,7 +212,6 @@ class _Player:
         return micro_batch(replace(self.case, forms=forms), self.rank, index)
 
     def train(self, epoch: int, at: int, batch: dict[str, torch.Tensor]) -> None:
-        """Forward, backward, and what is planted between."""
         case, plant = self.case, self.case.plant
         checked = self.played.trained % case.gradients == 0
         if checked:
@@ -233,7 +228,6 @@ class _Player:
         except Planted:
             if plant is None or not plant.caught:
                 raise
-            self.played.caught += 1
             self.model.zero_grad()
             return
         finally:
@@ -258,7 +252,6 @@ class _Player:
         self.compare_gradients(epoch, at, *batches)
 
     def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of the cross entropy over targets."""
         given = {name: value for name, value in batch.items() if name not in ORACLE}
         logits = model(**given, use_cache=False).logits
         return torch.nn.functional.cross_entropy(
@@ -282,7 +275,6 @@ class _Player:
         return total
 
     def compare(self, what: str, epoch: int, at: int, loss: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
-        """Remember a loss that is not that of the documents alone."""
         found, expected = float(loss.detach()), float(self.expected(batch))
         if not abs(found - expected) <= self.tolerance * (1 + abs(expected)):
             self.played.wrong.append(
@@ -321,7 +313,6 @@ def alone(case: Case, model: torch.nn.Module, number: int, begin: int) -> torch.
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest difference, relative to the largest of what is wanted."""
     return float(np.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-3))
 
 
@@ -371,7 +362,6 @@ class _SizedLoader(_Loader):
 
 
 def _jump(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Positions that jump: no documents can be read from them."""
     ids = batch["input_ids"] if batch["input_ids"].shape[1] > 4 else torch.full((1, 8), 5)
     positions = torch.arange(ids.shape[1]).expand_as(ids).clone()
     positions[:, 3:] += 2

@@ -60,7 +60,6 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
 
 
 def _come_later(after: float, port: int) -> int:
-    """A server that comes when the job runs; gives its exit code."""
     role, config = take_place(f"127.0.0.1:{port}", TIMEOUT_S)
     time.sleep(after)
     return process.serve(role, config, "cpu")

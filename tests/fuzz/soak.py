@@ -48,7 +48,6 @@ those of this package, futures, tensors."""
 
 
 def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample]:
-    """Train on this rank; gives about so many samples."""
     model = training.tiny_llama(torch.float32, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
     deepspeed_cad.apply(model, BLOCK).train()
     session = deepspeed_cad.current_session()
@@ -86,7 +85,6 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
 
 
 def _look(model: torch.nn.Module, batch: dict[str, torch.Tensor], epoch: int) -> None:
-    """A forward without gradients, and an evaluation."""
     with torch.no_grad():
         training.loss_sum(model, batch)
         model.eval()
@@ -135,7 +133,6 @@ def grown(samples: list[Sample]) -> list[str]:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, default=10000)
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,6 +1,6 @@
 """A training loop that ends in some way at step 3 on some rank; tests/processes/test_servers_life.py launches it.
 
-script_servers.py {well,raise,kill,terminate,interrupt,early,wait,until,idle} RANK
+script_servers.py {well,raise,kill,early,wait,until} RANK
 """
 
 import os
@@ -15,8 +15,6 @@ import torch.distributed as dist
 import training
 
 how, who = sys.argv[1], int(sys.argv[2])
-if how == "idle":
-    sys.exit(0)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = training.tiny_llama(torch.float32).train()
@@ -34,12 +32,6 @@ for step in range(2000 if how in ("wait", "until") else 6):
             raise ValueError("no more data")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
-        if how == "interrupt":
-            # A shell that starts something in the background lets it ignore this signal.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.kill(os.getpid(), signal.SIGINT)
         if how == "early":
             break
     loss.backward()

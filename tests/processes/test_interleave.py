@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import training
 from model_cases import tiny_model
 from pool import WorkerPool
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import LlamaModel
 
@@ -39,34 +37,17 @@ def _reason(model: torch.nn.Module) -> str:
 # The order of exchanges
 
 
-class _Recorder:
-    """Between a session and its transport: notes what starts and what is waited for."""
+def _note(transport: Any, events: list[str]) -> None:
+    """Note what starts and what is waited for."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.events = inner, []
+    def start(begin: Any, what: str, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
+        name = f"{what} {'AB'[nano_batch]}{moment.layer}{' backward' if moment.backward else ''}"
+        events.append(name)
+        under_way = begin(schedule, fields, nano_batch, moment)
+        return SimpleNamespace(wait=lambda: events.append(f"wait for {name}") or under_way.wait())
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def dispatch(self, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
-        return self._start("dispatch", self._inner.dispatch, schedule, fields, nano_batch, moment)
-
-    def give_back(self, schedule: Any, fields: Any, nano_batch: int, moment: Any = UNNAMED) -> Any:
-        return self._start("return", self._inner.give_back, schedule, fields, nano_batch, moment)
-
-    def _start(self, what: str, start: Callable[..., Any], *args: Any) -> Any:
-        name = f"{what} {'AB'[args[2]]}{args[3].layer}{' backward' if args[3].backward else ''}"
-        self.events.append(name)
-        return _Wait(start(*args), f"wait for {name}", self.events)
-
-
-class _Wait:
-    def __init__(self, inner: Any, name: str, events: list[str]) -> None:
-        self._inner, self._name, self._events = inner, name, events
-
-    def wait(self) -> Any:
-        self._events.append(self._name)
-        return self._inner.wait()
+    transport.dispatch = functools.partial(start, transport.dispatch, "dispatch")
+    transport.give_back = functools.partial(start, transport.give_back, "return")
 
 
 def _keys_kept() -> int:
@@ -78,14 +59,13 @@ def _record(rank: int, world: int, checkpoint: bool) -> list[str]:
     model = _apply(training.tiny_llama(num_hidden_layers=LAYERS))
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    session = deepspeed_cad.current_session()
-    recorder = _Recorder(session.transport)
-    session.plans.crew = dataclasses.replace(session.plans.crew, transport=recorder)
+    events: list[str] = []
+    _note(deepspeed_cad.current_session().transport, events)
     loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))
     assert _keys_kept() == LAYERS
     loss.backward()
     assert _keys_kept() == 0
-    return recorder.events
+    return events
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -123,29 +103,20 @@ def _selective() -> Any:
     )
 
 
-def _checkpointed(rank: int, world: int, how: str) -> str:
-    """Selective, or by torch's own wrappers around layers, of which CAD's look at the model does not know."""
+def _checkpointed(rank: int, world: int) -> str:
     model = _apply(training.tiny_llama())
-    if how == "selective":
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _selective})
-    else:
-        kind = wrappers.CheckpointImpl.REENTRANT if how == "reentrant" else wrappers.CheckpointImpl.NO_REENTRANT
-        layer, wrap = type(model.model.layers[0]), functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=kind)
-        model.enable_input_require_grads()
-        wrappers.apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, layer))
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _selective})
     for step in range(2):
         training.step_as_alone(model, training.tiny_llama(), training.documents(LENGTHS[step][rank], seed=rank))
     return _reason(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["selective", "wrappers", "reentrant"])
-def test_other_checkpointing(workers: WorkerPool, how: str) -> None:
-    for reason in workers.run(_checkpointed, 3, how):
-        assert reason == "" or (how == "reentrant" and "reentrant" in reason)
+def test_selective_checkpointing(workers: WorkerPool) -> None:
+    assert workers.run(_checkpointed, 3) == [""] * 3
 
 
-# What models return, and what they draw
+# What models return
 
 
 def _with_a_number(rank: int, world: int) -> str:
@@ -153,8 +124,6 @@ def _with_a_number(rank: int, world: int) -> str:
     from deepspeed_cad.session import close_session
 
     class Counting(LlamaModel):
-        """Its output has a number of all rows."""
-
         @functools.wraps(LlamaModel.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
@@ -176,27 +145,3 @@ def _with_a_number(rank: int, world: int) -> str:
 
 def test_where_outputs_cannot_be_joined_parts_do_not_alternate(workers: WorkerPool) -> None:
     assert all('"norm"' in reason for reason in workers.run(_with_a_number, 2))
-
-
-def _with_dropout(rank: int, world: int) -> None:
-    from deepspeed_cad.session import close_session
-
-    found = []
-    for checkpoint in (False, True):
-        model = _apply(tiny_model("gpt2", torch.float64, resid_pdrop=0.3, embd_pdrop=0.1))
-        if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        torch.manual_seed(rank)
-        for seed in range(2):
-            model(**training.pack(training.documents(LENGTHS[0][rank], seed=seed))).loss.backward()
-        found.append(training.gradients(model))
-        assert not _reason(model)
-        close_session()
-    training.assert_gradients(model, found[0])
-    torch.manual_seed(rank)
-    assert not torch.equal(torch.rand(4), torch.rand(4))
-
-
-def test_dropout_is_repeated_under_checkpointing(workers: WorkerPool) -> None:
-    """A layer that runs again draws what it drew, although the other nano-batch drew in the middle of it."""
-    workers.run(_with_dropout, 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def _steps(rank: int, model: Any, update: Callable[[torch.Tensor], None], around
     return losses
 
 
+def _update(optimizer: torch.optim.Optimizer, averaged: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    for p in averaged:
+        dist.all_reduce(p.grad)
+        p.grad /= WORLD
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @contextlib.contextmanager
 def _deepspeed_checkpointing(model: Any) -> Iterator[None]:
     """DeepSpeed's own checkpointing, with activations on the CPU."""
@@ -120,12 +130,7 @@ def _fsdp2(rank: int, block: dict[str, Any]) -> Trained:
         fully_shard(one, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
-    def update(loss: torch.Tensor) -> None:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    losses = _steps(rank, model, update)
+    losses = _steps(rank, model, partial(_update, optimizer, ()))
     weights = {n.replace("_checkpoint_wrapped_module.", ""): p.full_tensor() for n, p in model.named_parameters()}
     return losses, {name: p.detach().clone() for name, p in weights.items()}
 
@@ -144,15 +149,7 @@ def _trl(rank: int, block: dict[str, Any]) -> Trained:
         model=model, use_pin_memory=False, use_streams=False, min_offload_size=1, max_fwd_stash_size=2
     )
 
-    def update(loss: torch.Tensor) -> None:
-        loss.backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= WORLD
-        optimizer.step()
-        optimizer.zero_grad()
-
-    losses = _steps(rank, model, update, lambda: context)
+    losses = _steps(rank, model, partial(_update, optimizer, list(model.parameters())), lambda: context)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -75,6 +75,10 @@ RIGHT: dict[str, Case] = {
     "3 + 3": loop(3, servers=3, batches=(3,) * 3),
     "1 + 1": loop(1, servers=1, batches=(3,)),
     "2 + 1, a stream": loop(servers=1, forms=("stream",)),
+    "2 + 1, in flight": loop(
+        servers=1, flight=3, look=1, evaluate=1, batches=(3, 3), block={"forward_only": "balanced"}
+    ),
+    "2 + 1, dealt": loop(block={"documents": "deal"}, servers=1, accumulation=2),
 }
 SELDOM = {
     "streams, state": SLOW,

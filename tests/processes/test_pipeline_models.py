@@ -1,8 +1,12 @@
-"""Checkpoints of transformers become pipelines and come back: the same losses, gradients and weights."""
+"""Checkpoints of transformers become pipelines and come back: the same losses, gradients and weights; the example of
+pipelines, and the picture of its timeline."""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +15,32 @@ import pytest
 import torch
 import training
 from pool import WorkerPool
+from test_benchmarks import ROOT, torchrun
 from told import told
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import pipeline_picture
 
 BLOCK = {"cost": "pairs", "granularity": 2}
 COUNT = 3
 
 
 def _config(name: str) -> Any:
-    from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import GptOssConfig, Qwen3Config
 
     common = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 4096, "head_dim": 8, "sliding_window": 16,
     }  # fmt: skip
     if name == "qwen3, tied":
-        return Qwen3Config(**common | {"head_dim": 8, "tie_word_embeddings": True})
-    if name == "qwen3, two kinds of layers":
-        return Qwen3Config(**common, head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    if name == "gpt-oss":
-        # Sinks, windows in every other layer, and experts.
-        return GptOssConfig(
-            **common | {"num_hidden_layers": 4}, head_dim=8, sliding_window=16, num_local_experts=4,
-            num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
-    moe = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    return Qwen3MoeConfig(**common, **moe)
-
-
-NAMES = ["qwen3, tied", "qwen3, two kinds of layers", "qwen3 moe", "gpt-oss"]
+        return Qwen3Config(**common, use_sliding_window=True, max_window_layers=1, tie_word_embeddings=True)
+    # Sinks, windows in every other layer, and experts.
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
 
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss of one step; the gradients of this stage; and the checkpoint after the step."""
     import deepspeed_cad
 
     deepspeed = pipelines.start()
@@ -64,7 +62,7 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["qwen3, tied", "gpt-oss"])
 def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM, set_seed
 
@@ -85,3 +83,37 @@ def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, name: str) ->
     assert seen == set(gradients)
     for key, p in after.named_parameters():
         torch.testing.assert_close(p, dict(model.named_parameters())[key] - gradients[key], atol=1e-5, rtol=0)
+
+
+def _losses(output: str) -> list[float]:
+    return json.loads(re.search(r"losses: (\[.*\])", output).group(1))
+
+
+@pytest.mark.slow
+def test_the_example_there_and_without_cad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses with the block and without; a checkpoint that transformers loads; a timeline with every tick."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("DEEPSPEED_CAD_TRACE_STEPS", "14")
+    config = json.loads((ROOT / "examples" / "ds_pipeline_cad.json").read_text())
+    config["cad"] = {"trace": str(tmp_path / "timeline.json"), "granularity": 16, "cost": "pairs"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [
+        "examples/finetune_pipeline.py", "--tiny", "--stages", "2", "--micro-batches", "3", "--steps", "3",
+        "--deepspeed_config", str(tmp_path / "config.json"),
+    ]  # fmt: skip
+    cad = torchrun(2, *command, "--save", str(tmp_path / "saved"))
+    assert cad.returncode == 0, cad.stderr
+    plain = torchrun(2, *command, "--no-cad")
+    assert plain.returncode == 0, plain.stderr
+    assert _losses(cad.stdout) == pytest.approx(_losses(plain.stdout), abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type == "llama"
+
+    step = 2 * (3 + 2 - 1)
+    ticks = pipeline_picture.read_ticks(tmp_path / "timeline.json", step)
+    names = [[f"{one['cat'][0]} {one['name'].split(', ')[1]}" for one in own] for own in ticks]
+    idle = [sum("serving" in name for name in own) for own in names]
+    assert idle == [2, 2]  # each stage has no forward in one forward tick, and no backward in one backward tick
+    for direction in "fb":
+        assert [sum(name.startswith(f"{direction} micro-batch") for name in own) for own in names] == [3, 3]
+    assert pipeline_picture.draw(ticks).count("<rect") == 1 + 2 * step + 3

@@ -37,13 +37,11 @@ def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _part(name: str, weight: torch.Tensor, share: int) -> torch.Tensor:
-    """This share's part of a parameter, by its name."""
     axis = next((axis for projection, axis in DIVIDED.items() if projection in name), None)
     return weight if axis is None else weight.chunk(SHARES, axis)[share]
 
 
 def _divide(model: torch.nn.Module, share: int, group: Any) -> torch.nn.Module:
-    """Attention of a Llama with this share of its heads."""
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         return args, {**given, "hidden_states": _Sum.apply(given["hidden_states"], group, False)}

@@ -1,72 +1,154 @@
-"""Reserved servers in real processes: exact against each document alone, whatever the trainers do."""
+"""Reserved servers in real processes, exact against each document alone (loops: test_loops.py): shares that fit what is
+not attention, and waves in as little memory as was asked for."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import training
+from jobs import BLOCK, Job
+from landing import counted
 from pool import WorkerPool
-from served import run
+from ports import free_port
+from served import BLOCK as USUAL
+from served import Served, play, run
 
 import deepspeed_cad
+from deepspeed_cad.planner.plan import HeadShape
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
+
+# Linear layers beside servers
+
+UNEVEN = [[400], [40, 130, 9, 1, 120]]
+"""A document of one trainer is the whole micro-batch: the cut lies inside."""
+STEPS = 5
 
 
-def _many(rank: int, trainers: int, block: dict[str, Any]) -> None:
-    """Micro-batches whose backwards come later and in another order, forwards without gradients, evaluation, two models
-    in one process, and layers whose backward never comes."""
-    reference = training.tiny_llama()
-    models = [training.tiny_llama(), training.tiny_llama(num_key_value_heads=2)]
-    references = [reference, training.tiny_llama(num_key_value_heads=2)]
-    for model in models:
-        deepspeed_cad.apply(model, block).train()
-    own = [training.documents([40 * (1 + (rank + step) % 2), 7, 1, 30], 10 * step + rank) for step in range(3)]
-    expected = [[training.alone(one, docs) for docs in own] for one in references]
-    losses = [training.loss_sum(models[0], training.pack(docs)) for docs in own[:2]]
-    with torch.no_grad():
-        looked = training.loss_sum(models[0], training.pack(own[2]))
-    assert abs(float(looked) - expected[0][2][0]) < 1e-8
-    other = training.loss_sum(models[1], training.pack(own[0]))
-    models[0].eval()
-    with torch.no_grad():
-        assert abs(float(training.loss_sum(models[0], training.pack(own[1]))) - expected[0][1][0]) < 1e-8
-    models[0].train()
-    losses[1].backward()
-    other.backward()
-    losses[0].backward()
-    for model, wanted in ((models[0], (expected[0][0], expected[0][1])), (models[1], (expected[1][0],))):
-        whole = {name: sum(gradients[name] for _, gradients in wanted) for name in wanted[0][1]}
-        training.assert_gradients(model, whole, 1e-9)
-    del losses, looked, other
-    # The first layer's attention needs no backward: what a server holds of it goes when the micro-batch does.
-    for name, parameter in models[0].named_parameters():
-        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
-    for docs in own:
-        training.loss_sum(models[0], training.pack(docs)).backward()
+def _alternate(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
+    reference, model = training.tiny_llama(num_hidden_layers=3), training.tiny_llama(num_hidden_layers=3)
+    deepspeed_cad.apply(model, block).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    session = deepspeed_cad.current_session()
+    assert session is not None and session.config.overlap_used == "interleave"
+    loads = []
+    for step in range(STEPS):
+        own = training.documents(UNEVEN[rank], seed=100 * step + rank)
+        training.step_as_alone(model, reference, own)
+        loads.append(session.take_statistics("test").load)
+    known = session.learned.non_attention
+    linear = None if known is None else known.seconds(0)
+    return {
+        "loads": np.stack(loads).tolist(),
+        "linear": None if linear is None else linear.tolist(),
+        "reason": session.find_binding(model).in_turn,
+        "idle": session.statistics.servers_idle,
+        # Forward and backward of both parts of every layer.
+        "parts": session.counts.forwards == session.counts.backwards == 2 * 3 * STEPS,
+    }
 
 
-def test_many_micro_batches_and_models_in_flight(workers: WorkerPool) -> None:
-    _, served = run(workers, 2, 1, _many, forward_only="balanced")
-    assert served[0].micro_batches == 8
+def test_trainers_attend_nothing_where_linear_layers_take_longer(workers: WorkerPool, tmp_path: Path) -> None:
+    """Servers attend one part while trainers run linear layers of the other; exact all the same."""
+    path = tmp_path / "costs.json"
+    Profile("test", "any", (ShapeCost(HeadShape(8, 4, 8, 8, 8), pair=1e-12),), unit="seconds").save(path)
+    results, _ = run(workers, 2, 1, _alternate, cost=str(path))
+    # Servers tell trainer 0 how long they attended.
+    assert 0 < results[0]["idle"] < 1 and all(one["idle"] == 0 for one in results[1:])
+    for result in results:
+        assert result["reason"] == "" and result["parts"]
+        assert result["linear"] == results[0]["linear"] and min(result["linear"]) > 0
+        last = result["loads"][-1]
+        assert sum(last[:2]) < 1e-3 * sum(last)
 
 
-def _dealt(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
-    """Losses and gradients of a step of two micro-batches, summed over trainers."""
-    model = deepspeed_cad.apply(training.tiny_llama(), block).train()
+# Waves
+
+LENGTHS = [[420, 3, 39], [60, 1, 230, 37], []]
+KIB = 2**-20
+"""In GiB."""
+
+
+class Counted(NamedTuple):
+    result: Any
+    most: int
+    """Bytes that were landing at once."""
+    waves: tuple[int, int]
+    """Fewest and most of any pass."""
+    tried: int
+
+
+def _play(rank: int, world: int, has: float, *args: Any) -> Counted:
+    with counted(has) as landing:
+        result = play(rank, world, *args)
+    assert landing.now == 0
+    return Counted(result, landing.most, landing.span, landing.tried)
+
+
+def _run(
+    workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, has: float = float("inf"), **block: Any
+) -> list[Counted]:
+    given = {**USUAL, "servers": {"reserved": servers}, **block}
+    found = workers.run(_play, trainers + servers, has, free_port(), given, train, *args, joined=False)
+    for one in found[trainers:]:
+        served: Served = one.result
+        assert served.code == 0 and served.held == 0 and served.opened <= 2, served
+        assert (served.micro_batches > 0) == (one.waves[0] > 0)
+    return found
+
+
+def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> int:
+    """Most bytes that landed at once, as statistics say it, of steps that are as each document alone."""
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    deepspeed_cad.apply(model, block).train()
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for step in range(2):
+        training.step_as_alone(model, reference, training.documents(LENGTHS[(rank + step) % 3], seed=rank))
     session = deepspeed_cad.current_session()
     assert session is not None
-    rows = [[[160, 70, 30], [80, 80]], [[20] * 3, [20, 5]]][rank]
-    batches = [training.pack(training.documents(row, 10 * rank + i)) for i, row in enumerate(rows)]
-    loader = session.look_ahead(batches, model, accumulation=2, global_loss=True)
-    return training.sums_of_all_ranks(loader, model, 2) | {"tokens": session.statistics.tokens}
+    return session.statistics.landing_bytes
 
 
-def test_documents_are_dealt_out_to_trainers(workers: WorkerPool) -> None:
-    """By their tokens: servers make attention even."""
-    kept, dealt = (run(workers, 2, 1, _dealt, documents=how)[0][0] for how in ("keep", "auto"))
-    assert kept["tokens"] > 1.5 and dealt["tokens"] < 1.15
-    assert dealt["losses"] == pytest.approx(kept["losses"], rel=1e-10)
-    for name, gradient in kept["gradients"].items():
-        assert np.abs(dealt["gradients"][name] - gradient).max() < 1e-9, name
+def _check(found: list[Counted], limit: float) -> None:
+    assert all(0 < one.most <= limit for one in found), found
+    assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
+
+
+@pytest.mark.parametrize(
+    ("trainers", "servers", "kib", "checkpoint", "block"),
+    [
+        (2, 1, 510, False, {"overlap": "interleave"}),
+        (1, 2, 260, False, {"overlap": "local_first"}),
+        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exact_within_the_limit(
+    workers: WorkerPool, trainers: int, servers: int, kib: int, checkpoint: bool, block: dict[str, Any]
+) -> None:
+    """Head groups in waves of their own, and blocks of their rows."""
+    found = _run(workers, trainers, servers, _train, checkpoint, memory=kib * KIB, **block)
+    _check(found, kib * 1024)
+    assert all(0 < one.result <= kib * 1024 for one in found[:trainers])
+
+
+def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> None:
+    """Nothing is asked for, and not all is there: trainers cut again, servers hear of it and cut alike."""
+    has = 330 * 1024
+    found = _run(workers, 2, 1, _train, False, has=has, overlap="local_first")
+    _check(found, has)
+    assert found[0].tried > 2, "more often than there are plans"
+
+
+@pytest.mark.slow
+def test_too_little_is_one_error_on_every_process(job: Job) -> None:
+    job.launch_all(3, "well", "9", block={**BLOCK, "memory": 1e-6})
+    codes = job.ends("rank0")
+    assert 0 not in codes.values(), codes
+    for name in codes:
+        assert "does not fit: cut into the smallest waves, what lands at rank" in job.said(name), job.said(name)
+        assert '"memory" to at least' in job.said(name)
+    assert "micro-batches served" not in job.said("rank2") or "is done: 0 micro" in job.said("rank2")

@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 import torch
 import training
-from deepspeed_cad.integrations.active import ProcessCheck
 from pool import WorkerError, WorkerPool
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from trainers import without_and_with
 from transformers import LlamaForTokenClassification, Qwen2Config, Qwen2ForTokenClassification, set_seed
 
 import deepspeed_cad
-from deepspeed_cad.config import CADConfig
 
 BLOCK = {"granularity": 4, "tolerance": 0.02, "links": training.LINKS}
 TOGETHER = {**BLOCK, "forward_only": "balanced"}
@@ -90,9 +85,7 @@ def _move(model: torch.nn.Module, away: bool) -> None:
             parameter.data = parameter.__dict__.pop("kept")
 
 
-def _looks(
-    models: dict[str, Any], plain: dict[str, Any], mine: list[Any], how: str, offload: bool
-) -> dict[str, list[torch.Tensor]]:
+def _looks(models: dict[str, Any], plain: dict[str, Any], mine: list[Any], how: str) -> dict[str, list[torch.Tensor]]:
     """What each model says of all micro-batches, without gradients: one model after the other, or all for each."""
     session = deepspeed_cad.current_session()
     found: dict[str, list[torch.Tensor]] = {name: [] for name in models}
@@ -104,21 +97,16 @@ def _looks(
                     found[name].append(_run(model, batch))
         else:
             for name, model in models.items():
-                _move(model, False) if offload else None
+                _move(model, away=False)
                 for batch in session.look_ahead(batches, model):
                     found[name].append(_run(model, batch))
-                _move(model, True) if offload else None
+                _move(model, away=True)
             for model in models.values():
-                _move(model, False) if offload else None
+                _move(model, away=False)
     for name, values in found.items():
         for value, docs in zip(values, mine, strict=True):
             _assert_as_alone(value, plain[name], docs)
     return found
-
-
-def _shard(model: torch.nn.Module, world: int) -> None:
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
 
 
 def _ppo(rank: int, world: int, block: dict[str, Any], how: str, checkpointing: bool) -> dict[str, Any]:
@@ -130,13 +118,12 @@ def _ppo(rank: int, world: int, block: dict[str, Any], how: str, checkpointing: 
             model.gradient_checkpointing_enable({"use_reentrant": False})
     session = deepspeed_cad.current_session()
     mine = _rollouts(rank, world)
-    offload = how == "one after the other"
-    if offload:
+    if how != "each":
         for model in models.values():
-            _move(model, True)
+            _move(model, away=True)
     for name in ("actor", "critic"):
         models[name].eval() if how == "each" else models[name].train()
-    old = _looks(models, plain, mine, how, offload)
+    old = _looks(models, plain, mine, how)
     assert all(torch.equal(a, b) for a, b in zip(old["actor"], old["reference"], strict=True))
     looks = session.forward_only
     rewards = [value.mean() for value in old["reward"]]
@@ -192,113 +179,7 @@ def test_a_ppo_step(workers: WorkerPool, world: int, block: dict[str, Any], how:
             assert one["logged"]["cad/forward_only_max_over_mean"] <= 1.05
 
 
-# Plain loops, in a process that was asked for CAD
-
-
-def _asked(cad: bool, rank: int, world: int, mode: str, checkpointing: bool) -> list[torch.Tensor]:
-    """Losses and, at the end, parameters of actor and critic after three steps; the reference is frozen."""
-    models = {name: model.float() for name, model in _models().items() if name != "reward"}
-    check = ProcessCheck("a launcher", CADConfig.from_dict({**BLOCK, "forward_only": mode})) if cad else None
-    optimizers = []
-    for name, model in models.items():
-        model.set_attn_implementation("sdpa")
-        model.config.use_cache = False  # with one, sdpa attends across documents
-        if checkpointing and name != "reference":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        _shard(model, world)
-        if name != "reference":
-            optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
-    found = []
-    for step in range(3):
-        docs = training.documents([200 if rank == step % 2 else 20, 9], 10 * step + rank)
-        batch = training.pack(docs)
-        models["actor"].eval()
-        models["critic"].eval()
-        with torch.no_grad():
-            old, expected, values = (_run(models[name], batch) for name in ("actor", "reference", "critic"))
-        logps, now = (_run(models[name].train(), batch) for name in ("actor", "critic"))
-        if cad and (step or mode == "balanced"):  # else the first old one is another kernel's
-            assert torch.equal(logps, old)
-        advantage = values.sin() - 0.1 * (old - expected)
-        for loss in ((logps - old).exp() * advantage, (now - advantage.detach()).square()):
-            (loss * _weights(docs)).mean().backward()
-            found.append(loss.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    if check is not None:
-        check.close()
-        session = deepspeed_cad.current_session()
-        assert len(session.bindings) == 3 if mode == "balanced" else len(session.bindings) == 2
-        counted, looks = session.statistics, session.forward_only
-        assert counted.micro_batches == 6 and counted.imbalance < 1.05 < 1.3 < counted.imbalance_before
-        assert looks.micro_batches == (9 if mode == "balanced" else 0)
-    for name in ("actor", "critic"):
-        found += [one.full_tensor().detach() for one in models[name].parameters()]
-    return found
-
-
-def _both(rank: int, world: int, mode: str, checkpointing: bool) -> None:
-    plain, found = without_and_with(_asked, rank, world, mode, checkpointing)
-    for one, other in zip(found, plain, strict=True):
-        assert (one - other).abs().max() < 1e-5, (one - other).abs().max()
-
-
-@pytest.mark.parametrize(("mode", "checkpointing"), [("local", True), ("balanced", False)])
-def test_models_that_no_host_announces(workers: WorkerPool, mode: str, checkpointing: bool) -> None:
-    """Actor and critic are trained under FSDP2 in one process, as verl does; both have CAD, and the same result."""
-    workers.run(_both, 2, mode, checkpointing)
-
-
 # Modes and models that differ
-
-
-def _mixed(rank: int, world: int, block: dict[str, Any]) -> None:
-    """Modes that change inside a pass over a loader, caches that a script asks for, a reference with other heads."""
-    model, plain = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, **block}), training.tiny_llama()
-    session = deepspeed_cad.current_session()
-    feed, balanced = session.find_binding(model).feed, "forward_only" in block
-    docs = [training.documents([90 if (i + rank) % world else 20, 7], 10 * i + rank) for i in range(4)]
-    batches = [training.pack(one) for one in docs]
-    # In eval mode when the pass begins: after its first micro-batch it is known that it trains.
-    model.eval()
-    for batch in session.look_ahead(batches, model, accumulation=2):
-        loaded = next(j for j, one in enumerate(batches) if one is batch)
-        training.step_as_alone(model.train(), plain, docs[loaded], batch)
-    assert session.statistics.micro_batches == 4 and feed._unannounced == 0
-    # In train mode when it begins, and without gradients inside; rank 0 has fewer.
-    mine = docs[: 2 + rank]
-    for i, batch in enumerate(session.look_ahead([training.pack(one) for one in mine], model)):
-        with torch.no_grad():
-            _assert_as_alone(_run(model, batch), plain, mine[i])
-    assert session.forward_only.micro_batches == (3 if balanced else 0) and feed.next_announced is None
-    # Gradients in eval mode, and a backward.
-    training.step_as_alone(model.eval(), plain, docs[0])
-    training.step_as_alone(model.train(), plain, docs[1])
-    # Other heads, and sharded on its own.
-    changes = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    reference, other = training.tiny_llama(**changes), training.tiny_llama(**changes)
-    fully_shard(reference.model, mesh=init_device_mesh("cpu", (world,)))
-    with torch.no_grad():
-        found = _run(reference.eval(), batches[0])
-    _assert_as_alone(found, other, docs[0])
-    assert len(session.references) == 1
-    # A prompt that a script wants the cache of, on one rank.
-    looks = session.forward_only.micro_batches
-    with torch.no_grad():
-        for mode in (True, False) if rank == 0 else ():
-            ids = docs[0][0][None]
-            begun = model.train(mode)(input_ids=ids[:, :-1], use_cache=True)
-            ended = model(input_ids=ids[:, -1:], past_key_values=begun.past_key_values)
-            with torch.enable_grad():
-                assert (ended.logits[0] - plain(input_ids=ids).logits[0, -1:]).abs().max() < 1e-10
-    assert session.forward_only.micro_batches == looks
-    training.step_as_alone(model.train(), plain, docs[1])
-
-
-@pytest.mark.parametrize("block", [{}, {"forward_only": "balanced"}], ids=["local", "balanced"])
-def test_modes_and_models_that_differ(workers: WorkerPool, block: dict[str, Any]) -> None:
-    workers.run(_mixed, 2, block)
 
 
 def _apart(rank: int, world: int, how: str) -> None:

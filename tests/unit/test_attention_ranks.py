@@ -115,18 +115,6 @@ def test_bf16_is_as_exact_as_the_kernel(name: str, cut: bool) -> None:
         assert all(x.grad.dtype == torch.bfloat16 for x in leaf.values())
 
 
-def test_a_group_of_one_adds_in_fp32() -> None:
-    """Many tasks of one rank that read the same keys: sums in bf16 would lose the small ones."""
-    layout = Layout.from_rank_lengths([[640]])
-    tasks = np.array([(0, at, at + 8, 0, GROUPS, 0) for at in range(0, 640, 8)])
-    ranks = Ranks(layout, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=[tasks], alone=True)
-    assert ranks.calls[0][0].setup.schedule.local_keys_overlap
-    alone = kernel_alone(layout)
-    for what, error in ranks.run().items():
-        assert error <= 2 * alone[what], (what, error, alone[what])
-    assert ranks.counts[0].waits.seconds() == 0.0
-
-
 class Logging(LseTransposed):
     """Says which batches run: those of rank 0 have all head groups or some, served ones have one and lie close."""
 
@@ -203,7 +191,6 @@ def test_recomputing_calls_hold_nothing_between_forward_and_backward() -> None:
 
 
 def tensors_of(calls: list[AttentionCall]) -> list[torch.Tensor]:
-    """All tensors that the states of calls reach."""
     found: dict[int, torch.Tensor] = {}
     todo: list[Any] = [call.state for call in calls]
     seen: set[int] = set()

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fuzz.case import ALL, Case, Plant
-from fuzz.draw import draw
+from fuzz.case import ALL, Case, Plant, draw
 from fuzz.judge import may
 
 TWO = Case(0, batches=(3, 3))

@@ -34,7 +34,7 @@ from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.room import OUT, Room
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
-from deepspeed_cad.server.serving import ServedPass
+from deepspeed_cad.server.loop import ServedPass
 
 GROUPS = 3
 

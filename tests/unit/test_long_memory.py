@@ -10,9 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from long_memory import MEASURED, PAGE, GiB, Measured, Setting, foreseen, totals  # noqa: E402
-
-from deepspeed_cad.forecast.setting import ModelShape  # noqa: E402
+from long_memory import MEASURED, PAGE, Measured, foreseen  # noqa: E402
 
 
 @pytest.mark.parametrize("number", range(len(PAGE)))
@@ -24,15 +22,3 @@ def test_the_page_has_these_tables(number: int) -> None:
 @pytest.mark.parametrize("run", MEASURED)
 def test_near_what_was_measured(run: Measured) -> None:
     assert foreseen(run) == pytest.approx(run.peak_GiB, rel=0.07)
-
-
-def test_what_is_turned_on_moves_memory_to_the_host() -> None:
-    """By what is kept, and by checkpoints: L - 1 layers of each leave the GPU, L lie on the host."""
-    on_device = Setting(1 << 20, 4, keep="device", checkpoints="device")
-    kept, stored = Setting(1 << 20, 4, keep="host", checkpoints="device"), Setting(1 << 20, 4, keep="device")
-    before = totals(ModelShape(), on_device)
-    for one in (kept, stored):
-        device, host = totals(ModelShape(), one)
-        assert (before[0] - device) / (host - before[1]) == pytest.approx(31 / 32)
-    unit = (1 << 18) * 4096 * 2
-    assert totals(ModelShape(), stored)[1] - before[1] == 32 * unit == 64 * GiB

@@ -1,4 +1,4 @@
-"""A micro-batch on its way through a model: its plans, its calls, and its two nano-batches."""
+"""A micro-batch on its way through a model: its plans, its calls, its two nano-batches, and what layers pass to it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import pytest
 import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
+from deepspeed_cad.integrations import pipeline
+from deepspeed_cad.integrations.functions import attend_layer
 
-from deepspeed_cad.attention.layer import LayerInput
+from deepspeed_cad.attention.layer import LayerInput, LayerKind
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
+from deepspeed_cad.pipeline.step import Alone
 from deepspeed_cad.planner.plan import HeadShape, Plan
 
 SHAPE = HeadShape(HEADS, GROUPS, SHAPES["q"][1], SHAPES["v"][1], 8)
@@ -35,8 +38,6 @@ def plan_of(tick: Tick, server: int = 0) -> Plan:
 
 
 class Said:
-    """What ranks compared."""
-
     def __init__(self) -> None:
         self.values: list[tuple[int, str]] = []
 
@@ -78,21 +79,6 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
     assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("two_streams", [True, False])
-def test_schedules_are_made_for_the_streams_there_are(two_streams: bool) -> None:
-    """On two streams batches are dealt out; on one they are cut in halves."""
-    one = micro_batch([[6, 4], [2]], aside=object() if two_streams else None)
-    nothing = np.zeros(1, np.int64)
-    # The last head group of every document runs elsewhere.
-    tasks = np.array(
-        [(0, 0, 6, 0, 2, 0), (0, 0, 6, 2, 3, 1), (1, 0, 4, 0, 2, 0), (1, 0, 4, 2, 3, 1), (2, 0, 2, 0, 3, 1)]
-    )
-    one.make_plan = lambda tick, key: Plan(tasks, nothing, nothing, nothing, nothing)
-    halves = one.schedule(FULL, 0)
-    groups = [[(b.group_begin, b.group_end) for b, _ in part] for part in halves.local]
-    assert groups == ([[(0, 2)], []] if two_streams else [[(0, 1)], [(1, 2)]])
-
-
 @pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
 def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planned: int, beside: bool) -> None:
     """On two streams a rank would run all of its own tasks first, and whoever waits for its keys with it."""
@@ -104,20 +90,6 @@ def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planne
     assert len(found.waves) == waves and found.beside is beside
     setup = descriptor(one)._set_up(0, FULL, None, None, MaskRule(1.0), LABEL, False)  # type: ignore[arg-type]
     assert (setup.aside is one.aside) is beside
-
-
-def test_a_layer_is_called_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = micro_batch([[6]])
-    made: list[Any] = []
-    call = one.call(7, 0, lambda: made.append(1) or object(), LABEL)  # type: ignore[arg-type, func-returns-value, return-value]
-    assert one.call(7, 1, object, LABEL) is not call  # type: ignore[arg-type]
-    assert one.call(8, 0, object, LABEL) is not call  # type: ignore[arg-type]
-    with pytest.raises(CADError, match=f"{LABEL} was called twice in one forward"):
-        one.call(7, 0, object, LABEL)  # type: ignore[arg-type]
-    monkeypatch.setattr("deepspeed_cad.attention.microbatch.in_backward", lambda: True)  # now it is a recompute
-    assert one.call(7, 0, object, LABEL) is call and made == [1]  # type: ignore[arg-type]
-    with pytest.raises(CADError, match=f"{LABEL} runs in a backward, but did not in the forward"):
-        one.call(9, 0, object, LABEL)  # type: ignore[arg-type]
 
 
 def descriptor(one: MicroBatch) -> MaskDescriptor:
@@ -142,15 +114,6 @@ def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Mod
 def test_mistakes_name_the_layer(at: list[int] | None) -> None:
     with pytest.raises(CADError, match=f"{LABEL} got 5 tokens where its micro-batch has 6"):
         attend(descriptor(micro_batch([[6]], at)), inputs(1, 5))
-
-
-def test_batch_rows_are_documents_of_their_own() -> None:
-    one, given = micro_batch([[4, 4, 4]]), inputs(3, 4)
-    found = attend(descriptor(one), given)
-    assert found.shape == (3, 4, HEADS, SHAPES["v"][1])
-    for row in range(3):
-        heads = [x[row].transpose(0, 1) for x in given]
-        assert torch.allclose(found[row], document_attention(*heads, 0.5), atol=1e-12)
 
 
 @pytest.mark.parametrize("alternate", [True, False])
@@ -192,12 +155,95 @@ def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
         assert setup.schedule is one.schedule(one.keys[0], i)
 
 
-def test_the_second_nano_batch_reads_keys_of_the_first_only_where_it_needs_them() -> None:
-    one = micro_batch([[4, 6]], [4])
-    k, v = torch.zeros(4, 2), torch.ones(4, 2)
-    assert one.first_keys(0, 0, k, v) is None
-    assert one.first_keys(0, 1, torch.zeros(6, 2), torch.zeros(6, 2)) is None
-    one = micro_batch([[4, 6]], [7])
-    one.first_keys(0, 0, torch.arange(7.0), torch.arange(7.0) + 10)
-    k, v = one.first_keys(0, 1, torch.arange(7.0, 10.0), torch.arange(17.0, 20.0))
-    assert k.tolist() == [4.0, 5.0, 6.0] and v.tolist() == [14.0, 15.0, 16.0]
+# What a layer passes to its attention: the same kind, whoever runs it
+
+
+def heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q and K in fp32, as rotary embeddings leave them under autocast, V in bf16; [B, heads, S, D]."""
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    return q, k, k.bfloat16()
+
+
+def read(*given: Any) -> LayerInput:
+    """What a layer hands on; `given`: from the module on, as attend_layer has it."""
+    handed: list[LayerInput] = []
+
+    def run(layer: LayerInput) -> torch.Tensor:
+        handed.append(layer)
+        return layer.q_THD
+
+    assert attend_layer(run, *given).shape == (1, 6, 4, 8)
+    return handed[0]
+
+
+def layer() -> LayerInput:
+    return read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def see_mask(self, window: int | None, given: dict[str, Any]) -> None:
+        self.seen.append((window, given["mask_function"]))
+
+    def attend(self, layer: LayerInput) -> Any:
+        self.seen.append(layer.rule.window)
+        return layer.q_THD
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_layer_of_a_pipeline_shows_its_mask(window: int | None) -> None:
+    """Where it makes one; the window of the mask is that of the layer."""
+    module, stage = torch.nn.Module(), Stage()
+    setattr(module, pipeline._BINDING, stage)
+    tensors = module, *heads()
+    mask = pipeline.window_mask(mask_function=len, **({} if window is None else {"local_size": window}))
+    pipeline.pipeline_attention(*tensors, mask)
+    pipeline.pipeline_attention(*tensors, None, sliding_window=window)
+    assert stage.seen == [(window, len), window, window]
+
+
+class Mask:
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+    def attend(self, layer: LayerInput) -> Any:
+        return self.window
+
+
+def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> None:
+    """Ticks are planned for the kinds that it sees, and a layer of another kind is an error in training."""
+    first = Alone(Mask, [])  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert first.attend(layer()) == 5
+    assert first.seen == [LayerKind(HeadShape(4, 2, 8, 8, 2), MaskRule(1.0, 5), torch.bfloat16)]
+
+
+def test_what_a_layer_asks_for_is_read() -> None:
+    sinks, tensors = torch.zeros(4), heads()
+    module = torch.nn.Module()
+    module.layer_idx = 7  # type: ignore[assignment]
+    found = read(module, *tensors, 3, None, 0.0, 50.0, sinks, {"position_ids": None})
+    assert found[:1] + found[4:] == (module, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
+    for rows, given in zip(found[1:4], tensors):
+        assert torch.equal(rows, given[0].transpose(0, 1))
+    assert read(module, *tensors, None, 2, 0.0, None, None, {}).rule == MaskRule(2.0)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "others", "text"),
+    [
+        (0.1, {}, "attention dropout is 0.1"),
+        (0.0, {"position_bias": torch.zeros(1)}, r"Module of layer \? passes position_bias"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict[str, Any], text: str) -> None:
+    with pytest.raises(CADUnsupportedError, match=text):
+        read(torch.nn.Module(), *heads(), None, None, dropout, None, None, others)
+
+
+def test_a_cache_is_refused() -> None:
+    q, k, v = heads()
+    with pytest.raises(CADError, match="12 keys for 6 queries: a KV cache is in use"):
+        read(torch.nn.Module(), q, torch.cat([k, k], 2), torch.cat([v, v], 2), None, None, 0.0, None, None, {})

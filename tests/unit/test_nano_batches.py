@@ -4,6 +4,7 @@ outputs joined."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ from deepspeed_cad.integrations.row_cut import CannotJoin, RowCut
 from model_cases import tiny_model
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -26,68 +26,6 @@ CPU = torch.device("cpu")
 def _run(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
     states = ThreadState(CPU, RandomStream(CPU)), ThreadState(CPU, RandomStream(CPU, 5))
     return run_alternating(first, second, states)
-
-
-def _square(x: torch.Tensor) -> torch.Tensor:
-    """Saves one tensor for backward."""
-    return x.exp()
-
-
-def test_tensors_are_saved_by_the_hooks_of_their_part() -> None:
-    packed: list[str] = []
-
-    def hooks(name: str) -> saved_tensors_hooks:
-        return saved_tensors_hooks(lambda x: packed.append(name) or x, lambda x: x)
-
-    x = torch.ones(2, requires_grad=True)
-
-    def part(name: str) -> None:
-        _square(x)
-        with hooks(f"{name} outer"), hooks(f"{name} inner"):
-            hand_over()
-            _square(x)
-            hand_over()
-        with hooks(f"{name} last"):
-            hand_over()
-            _square(x)
-        _square(x)
-
-    with hooks("around"):
-        _run(lambda: part("a"), lambda: part("b"))
-        _square(x)
-    assert packed == [
-        "around", "around", "a inner", "b inner", "a last", "around", "b last", "around", "around"
-    ]  # fmt: skip
-    assert _top_saved_tensors_default_hooks(True) is None
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_modes_see_what_their_part_does() -> None:
-    x, around, own = torch.ones(2), _Operations(), _Operations()
-
-    def first() -> None:
-        with own:
-            hand_over()
-            torch.sin(x)
-
-    def second() -> None:
-        torch.cos(x)
-        hand_over()
-        torch.tan(x)
-
-    with around:
-        _run(first, second)
-    inner, outer = [[one for one in seen if one[:3] in ("sin", "cos", "tan")] for seen in (own.seen, around.seen)]
-    assert inner == ["sin.default"] and sorted(outer) == ["cos.default", "sin.default", "tan.default"]
 
 
 @pytest.mark.parametrize(
@@ -116,23 +54,6 @@ def test_settings_belong_to_a_part(enter: Callable[[], Any], ask: Callable[[], A
     assert other != before
     assert _run(lambda: part(True), lambda: part(False)) == ([other, other, before], [before] * 3)
     assert ask() == before
-
-
-def test_each_part_draws_its_own_numbers() -> None:
-    def draw(times: int) -> list[float]:
-        found = []
-        for _ in range(times):
-            found.append(float(torch.rand(())))
-            hand_over()
-        return found
-
-    torch.manual_seed(1)
-    expected = [float(torch.rand(())) for _ in range(3)]
-    torch.manual_seed(1)
-    first, second = _run(lambda: draw(3), lambda: draw(5))
-    assert first == expected
-    torch.manual_seed(5)
-    assert second == [float(torch.rand(())) for _ in range(5)]
 
 
 def test_an_error_of_one_part_ends_the_other_with_its_own_state() -> None:
@@ -237,44 +158,31 @@ def test_what_has_no_rows(first: object, second: object, says: str) -> None:
         RowCut(1, 10, 3).join(first, second)
 
 
+ROW, SEVERAL = RowCut(1, 10, 3), RowCut(3, 10, 10)
+
+
 @pytest.mark.parametrize(
-    "shape, first",
+    ("cut", "shape", "dim", "at"),
     [
-        ((1, 10, 4), (1, 3, 4)),
-        ((1, 10), (1, 3)),
-        ((10,), (3,)),
-        ((1, 2, 10, 4), (1, 2, 3, 4)),
-        ((1, 2, 10), None),
-        ((2, 10), None),
-        ((4,), None),
-        ((), None),
+        (ROW, (1, 10, 4), 1, 3),
+        (ROW, (10,), 0, 3),
+        (ROW, (1, 2, 10, 4), 2, 3),
+        (ROW, (1, 2, 10), None, 0),
+        (ROW, (2, 10), None, 0),
+        (ROW, (), None, 0),
+        # Positions of several axes; also where there are as many rows as axes.
+        (ROW, (3, 1, 10), 2, 3),
+        (SEVERAL, (3, 3, 10), 1, 1),
     ],
 )
-def test_tokens_of_one_row_are_cut(shape: tuple[int, ...], first: tuple[int, ...] | None) -> None:
-    x = torch.rand(shape)
-    one, other = RowCut(1, 10, 3).split(x)
-    if first is None:
+def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at: int) -> None:
+    x = torch.arange(math.prod(shape)).view(shape)
+    (one, [number]), (other, _) = cut.split((x, [3]))
+    assert number == 3
+    if dim is None:
         assert one is other is x
     else:
-        dim = shape.index(10)
-        assert one.shape == first and torch.equal(torch.cat([one, other], dim), x)
-
-
-@pytest.mark.parametrize(("axes", "rows"), [(3, 1), (4, 2), (3, 3)])
-def test_positions_of_several_axes_are_cut(rows: int, axes: int) -> None:
-    """Between tokens of one row, or between rows, also where there are as many rows as axes."""
-    cut = RowCut(rows, 10, 3 if rows == 1 else 10)
-    x = torch.arange(axes * rows * 10).view(axes, rows, 10)
-    one, other = cut.split(x)
-    assert one.shape == ((axes, 1, 3) if rows == 1 else (axes, 1, 10))
-    assert torch.equal(torch.cat([one, other], 2 if rows == 1 else 1), x)
-
-
-def test_nested_arguments_are_cut() -> None:
-    x, other = torch.rand(1, 10, 2), object()
-    one, two = RowCut(1, 10, 3).split({"a": (x, other), "b": [x], "c": 3})
-    assert one["a"][0].shape[1] == 3 and two["a"][0].shape[1] == 7 and type(one["b"]) is list
-    assert one["a"][1] is two["a"][1] is other and one["c"] == 3
+        assert one.shape[dim] == at and torch.equal(torch.cat([one, other], dim), x)
 
 
 # Whether a decoder can run twice

@@ -5,29 +5,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 import torch
+from deepspeed_cad.integrations.pipeline import refuse_dropout
 from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepspeed_cad.ahead.plan import Learned
+from deepspeed_cad.ahead.announced import StepMessage
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.gather import State
 from deepspeed_cad.attention.layer import LayerKind
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.cost import PAIRS, CostModel
-from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.feedback.link_speeds import LinkSpeeds
+from deepspeed_cad.cost import CostModel
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch
+from deepspeed_cad.pipeline.data import read_micro_batch
+from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch, _refuse_block, _refuse_module
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
-from deepspeed_cad.pipeline.plans import Place, StepPlans, phase_layout, tick_cost
+from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
-from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
+from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.session import Session
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
@@ -36,7 +39,6 @@ WINDOW = LayerKind(SHAPE, MaskRule(1.0, 1024), torch.bfloat16)
 
 
 def _when(rounds: Rounds, stage: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Round of every micro-batch's forward and backward on a stage."""
     every = range(rounds.count)
     forward = {rounds.forward(r, stage): r for r in every if rounds.forward(r, stage) is not None}
     backward = {rounds.backward(r, stage): r for r in every if rounds.backward(r, stage) is not None}
@@ -62,14 +64,6 @@ def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count:
             held = {m for m in forward if forward[m] <= r and backward[m] >= r}
             held |= {m for m in forward if forward[m] == r + 1}
             assert len({m % buffers for m in held}) == len(held)
-
-
-@pytest.mark.parametrize(("stages", "count"), [(1, 1), (2, 8), (4, 2), (3, 9)])
-def test_as_many_ticks_as_1f1b(stages: int, count: int) -> None:
-    rounds = Rounds(stages, count)
-    ticks = sum(rounds.has_forward(r) + rounds.has_backward(r) for r in range(rounds.count))
-    assert ticks == 2 * (count + stages - 1)
-    assert [rounds.in_flight(s) for s in range(stages)] == [min(count, 2 * (stages - 1 - s) + 1) for s in range(stages)]
 
 
 @pytest.mark.parametrize(
@@ -125,38 +119,6 @@ def test_keys_cost_backward() -> None:
     for begin, end in ((0, 10), (100, 357)):
         both = 2 / 7 * forward.of(begin, end) + 5 / 7 * backward.of(begin, end)
         assert both == pytest.approx(cost.of(begin, end))
-
-
-def test_what_ranks_learn_of_links_is_said(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
-    """It travels with the documents of a step, and is said once."""
-    links = LinkSpeeds(Links(None, None), Links(None, None), None, ["here"], bool)
-    links._warning = "the link is slow"
-    session.plans.learned = Learned(links)
-    for step in range(2):
-        assert not StepPlans(session.plans, [Place(0, 0)], (), lambda: None, Rounds(1, 1), step).known
-    session.close()
-    assert capfd.readouterr().err.count("the link is slow") == 1
-
-
-@pytest.mark.parametrize(("stages", "replicas", "count"), [(1, 3, 3), (2, 1, 8), (2, 2, 1), (4, 1, 3), (4, 3, 8)])
-def test_every_tick_is_even(stages: int, replicas: int, count: int) -> None:
-    """Attention max/mean of all ranks at most 1.05 in every tick, idle stages included; documents up to 64K."""
-    rng = np.random.default_rng(stages * 100 + replicas * 10 + count)
-
-    def row() -> LocalSegments:
-        ends = np.unique(np.minimum(np.cumsum(np.exp(rng.normal(8.5, 1.5, 200)).astype(int) + 64), 65536))
-        begins = np.concatenate([[0], ends[:-1]])
-        return LocalSegments(np.zeros(len(ends), int), ends - begins, begins, 65536)
-
-    documents = [[row() for _ in range(count)] for _ in range(replicas)]
-    places = [Place(s, r) for s in range(stages) for r in range(replicas)]
-    rounds = Rounds(stages, count)
-    for r in range(rounds.count):
-        for backward, runs in ((False, rounds.has_forward(r)), (True, rounds.has_backward(r))):
-            if runs:
-                layout = phase_layout(places, documents, rounds, r, backward, range(stages))
-                plan = make_plan(PlanInput(layout.tick(), SHAPE, PAIRS))
-                assert plan.imbalance <= 1.05 + 1e-9, (r, backward)
 
 
 # Which models `to_pipeline` cuts: those that are embedding, layers, norm and head, and nothing else.
@@ -221,3 +183,51 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
     with pytest.raises(type(error)):
         make(binding, lambda *_, **__: None)(iter([]))
     assert binding.stop.call_args_list == ([call(error)] if tells else [])
+
+
+# What CAD does not combine with, and micro-batches that do not fit
+
+
+def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
+    topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
+    module = SimpleNamespace(topology=lambda: topology, parts=parts)
+    _refuse_module(module, {"zero_optimization": {"stage": stage}})
+
+
+IDS = torch.arange(4)[None]
+
+
+@pytest.mark.parametrize(
+    ("refuse", "given", "words"),
+    [
+        (
+            _refuse_block,
+            [CADConfig(recompute_attention=True)],
+            '"recompute_attention" is True, which a pipeline cannot',
+        ),
+        (_refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
+        (_refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
+        (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
+        (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
+        (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
+        (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),
+        (read_micro_batch, [((IDS, IDS), torch.full_like(IDS, -100)), True], "all labels of a micro-batch are -100"),
+    ],
+)
+def test_what_a_pipeline_cannot_have(refuse: Callable[..., Any], given: list[Any], words: str) -> None:
+    with pytest.raises(CADError, match=words):
+        refuse(*given)
+
+
+def test_first_and_last_stage_load_the_same() -> None:
+    mine = [LocalSegments(*np.array([[0], [9], [0]]), 9)]
+    others = [LocalSegments(*np.array([[0], [8], [0]]), 8)]
+    said = [
+        SimpleNamespace(state=State.GOING, payload=StepMessage([Announcement(*one)]).to_array())
+        for one in (mine, others)
+    ]
+    gatherer: Any = SimpleNamespace(
+        gather=lambda *_, **__: said, shares=SimpleNamespace(replicas=np.array([[0], [1]]), members=[0, 1])
+    )
+    with pytest.raises(CADDataError, match="on the first stage"):
+        gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 1, 1)

@@ -1,7 +1,8 @@
-"""What a user is told where servers or trainers are idle, and when."""
+"""What a server counts as attended, and what a user is told where servers or trainers are idle, and when."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from deepspeed_cad import session as sessions
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.exchange.waits import Busy
 from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.session import Session
 from deepspeed_cad.trace import COMPUTE, STEP, Span, covered, find_idle, to_events
@@ -85,3 +87,42 @@ def test_who_is_idle_in_words() -> None:
     assert "servers were idle for 35% and trainers waited for 10% of these micro-batches" in second
     assert 'none ("servers": "all")' in second
     assert say_idle(*find_idle(_timeline(serves=False))) == ["idle: rank 0 20%, rank 1 0%"]
+
+
+# Seconds in which a server attended: where calls of both nano-batches run they count once
+
+
+class Event:
+    """One of a GPU, at a moment in milliseconds; it is over once `now` has come."""
+
+    now = 1e9
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+@pytest.mark.parametrize(
+    ("calls", "now", "seconds"),
+    [([(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), ([(0, 10), (20, 30)], 15, 0.010), ([], 1e9, 0.0)],
+)
+def test_time_counts_once_and_when_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, float]], now: float, seconds: float
+) -> None:
+    monkeypatch.setattr(Event, "now", now)
+    busy = Busy()
+    for first, last in calls:
+        busy._expect(Event(last), partial(busy._between, Event(first), Event(last)))  # type: ignore[arg-type]
+    assert busy.seconds() == busy.seconds() == pytest.approx(seconds)
+
+
+def test_on_a_cpu_the_clock_counts() -> None:
+    busy = Busy()
+    with busy.timed(torch.device("cpu")):
+        sum(range(100_000))
+    assert busy.seconds() > 0

@@ -11,7 +11,6 @@ from deepspeed_cad.server.launch import split
 
 
 def torchrun(rank: int, sizes: list[int]) -> dict[str, str]:
-    """The environment of a process under torchrun, on hosts of these sizes."""
     host = next(h for h in range(len(sizes)) if rank < sum(sizes[: h + 1]))
     local = rank - sum(sizes[:host])
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK")

@@ -108,12 +108,12 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant an error."""
     run, back = forward_room.run_local, backward_room.run_local_backward
 
-    def forward(setup: Any, batches: Any, q: Any, k: Any, v: Any, o: Any, *rest: Any) -> None:
+    def forward(setup: Any, batches: Any, qkv: Any, into: Any, *rest: Any) -> None:
         if name == "window":
             setup = replace(setup, rule=replace(setup.rule, window=30))
-        run(setup, batches, q, k, v, o, *rest)
+        run(setup, batches, qkv, into, *rest)
         if name == "one row of O":
-            o[50] *= 1.01
+            into.o_THV[50] *= 1.01
 
     def backward(setup: Any, batches: Any, home: Any, k: Any, v: Any, dk: Any, dv: Any) -> None:
         back(setup, batches, home, k, v, dk, dv)

@@ -1,0 +1,350 @@
+"""Sockets between trainers and servers: trainers reach a server beside strangers, which are dropped unread; frames; and
+both ends, in this process: who is told what, and who is given up."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.layout import Layout
+from deepspeed_cad.server import links as links_room
+from deepspeed_cad.server import sockets
+from deepspeed_cad.server.links import ServerLink, TrainerLinks
+from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, RELEASE, Leader
+from deepspeed_cad.server.sockets import GREETING, HALF, Door, Inbox, Listener, connect_to, encode, find_interface
+
+Pair = tuple[socket.socket, socket.socket]
+HERE = "127.0.0.1:29500"
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+class Guests:
+    def __init__(self, pool: ThreadPoolExecutor, trainers: int, limit_s: float = 30.0) -> None:
+        listener = Listener(7, HERE)
+        self.pool, self.door, self.open = pool, listener.door, list[socket.socket]()
+        self.accepted: Future[dict[int, socket.socket]] = pool.submit(listener.accept, trainers, limit_s)
+
+    def stranger(self, sends: bytes = b"") -> socket.socket:
+        connection = socket.create_connection((self.door.address, self.door.port), timeout=10)
+        connection.sendall(sends)
+        self.open.append(connection)
+        return connection
+
+    def trainer(self, rank: int) -> Future[socket.socket]:
+        return self.pool.submit(connect_to, rank, "server 7", self.door)
+
+    def talk(self, *trainers: Future[socket.socket]) -> None:
+        found = self.accepted.result(20)
+        for rank, trainer in enumerate(trainers):
+            connection = trainer.result(20)
+            self.open += [connection, found[rank]]
+            connection.sendall(bytes([rank]))
+            assert found[rank].recv(10) == bytes([rank])
+
+
+@pytest.fixture
+def come(pool: ThreadPoolExecutor) -> Iterator[Callable[..., Guests]]:
+    made: list[Guests] = []
+    yield lambda *given: made.append(Guests(pool, *given)) or made[-1]
+    for guests in made:
+        for connection in guests.open:
+            connection.close()
+
+
+def _ended(connection: socket.socket) -> bool:
+    with suppress(ConnectionResetError):
+        return connection.recv(100) == b""
+    return True
+
+
+BAD = {
+    "too little": bytes(8),
+    "http": b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 3,
+    "another token": random.Random(5).randbytes(GREETING),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_stranger_is_dropped_with_one_line(
+    come: Callable[..., Guests], bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = come(1)
+    stranger = server.stranger()
+    with suppress(OSError):  # dropped already
+        stranger.sendall(BAD[bad])
+        stranger.shutdown(socket.SHUT_WR)
+    assert _ended(stranger)
+    server.talk(server.trainer(0))
+    assert [r.message.startswith("server 7 dropped a connection from 127.0.0.1 port") for r in caplog.records] == [True]
+
+
+def test_strangers_hold_up_no_trainer(come: Callable[..., Guests]) -> None:
+    """Some send nothing, or not all, some more than is read, some go and come; trainers are through at once."""
+    server = come(2)
+    silent = [server.stranger(bytes(sent)) for sent in (0, GREETING - 1) for _ in range(20)]
+    for sent in (GREETING, 1 << 16):
+        for _ in range(10):
+            server.stranger(bytes(sent)).close()
+    began = time.monotonic()
+    server.talk(server.trainer(0), server.trainer(1))
+    assert time.monotonic() - began < sockets.GREET_S
+    assert all(map(_ended, silent)), "when all trainers are here nobody else is"
+    with pytest.raises(OSError):
+        server.stranger()
+
+
+def test_trainers_that_do_not_come_are_named(come: Callable[..., Guests]) -> None:
+    server = come(3, 0.5)
+    trainer = server.trainer(1)
+    server.stranger(bytes(5))
+    with pytest.raises(CADPeerError, match=r"server 7: trainers \[0, 2\] did not connect to 127.0.0.1 port"):
+        server.accepted.result(20)
+    trainer.result(20).close()
+    with pytest.raises(OSError):
+        server.stranger()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [(b"", "closed before all of it"), (bytes(HALF), "somebody else answers"), (None, "timed out")]
+)
+def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, words: str
+) -> None:
+    monkeypatch.setattr(sockets, "CONNECT_S", 1.0)
+
+    def serve() -> None:
+        connection, _ = stranger.accept()
+        with connection:
+            connection.sendall(b"x" if answer is None else answer)  # or never all that is waited for
+            if answer is not None:
+                connection.shutdown(socket.SHUT_WR)
+            connection.recv(GREETING + 1, socket.MSG_WAITALL)
+
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        served = pool.submit(serve)
+        port = stranger.getsockname()[1]
+        with pytest.raises(CADPeerError, match=f"server 7 at 127.0.0.1 port {port}: .*{words}"):
+            connect_to(0, "server 7", Door("127.0.0.1", port, "00" * HALF + "ff" * HALF))
+        served.exception(10)
+
+
+# Where a server listens
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts: this one, whose own name leads to loopback, and another one."""
+    ways = {"here": "127.0.1.1", "127.0.0.1": "127.0.0.1", "there": "10.0.0.2", "behind": "10.9.0.2"}
+    own = {"127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1", "10.9.0.2": "192.168.0.1"}
+
+    def look_up(host: str, port: int, type: int) -> list:
+        if host not in ways:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, type, 17, "", (ways[host], port))]
+
+    class Probe(nullcontext):
+        def __init__(self, family: int, kind: int) -> None:
+            super().__init__(self)
+
+        def connect(self, address: tuple[str, int]) -> None:
+            self.getsockname = lambda: (own[address[0]], 1)
+
+    monkeypatch.setattr(sockets.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(sockets.socket, "socket", Probe)
+
+
+@pytest.mark.parametrize(
+    ("targets", "address"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["here"], "127.0.0.1"),
+        (["there"], "10.0.0.1"),
+        (["behind", "there"], "192.168.0.1"),
+        (["here", "unknown", "there"], "10.0.0.1"),
+        (["127.0.0.1", "a container beside it"], "127.0.0.1"),
+        (["here", "unknown"], None),
+        (["unknown"], None),
+    ],
+)
+def test_the_interface_that_leads_to_the_rendezvous(network: None, targets: list[str], address: str | None) -> None:
+    if address is not None:
+        assert find_interface(*targets) == (socket.AF_INET, address)
+        return
+    with pytest.raises(CADPeerError, match=f"to {', '.join(targets)}, other than loopback: set"):
+        find_interface(*targets)
+
+
+# Frames
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_frames(pair: Pair) -> None:
+    ours, theirs = pair
+    arrays = np.arange(6).reshape(2, 3), np.zeros((0, 6), int), np.array([-1, 2**62])
+    inbox = Inbox(theirs)
+    sent, frames = encode({"do": "plan", "scale": 0.1 + 0.2}, arrays) * 2, []
+    for begin in range(0, len(sent), 7):
+        ours.sendall(sent[begin : begin + 7])
+        frames += inbox.read()
+    for frame in frames:
+        assert frame.head == {"do": "plan", "scale": 0.1 + 0.2}
+        assert [one.tolist() for one in frame.arrays] == [one.tolist() for one in arrays]
+        assert [one.shape for one in frame.arrays] == [one.shape for one in arrays]
+    ours.close()
+    with pytest.raises(ConnectionError):
+        list(inbox.read())
+    assert len(frames) == 2
+
+
+@pytest.mark.parametrize(
+    ("head", "raw", "words"),
+    [
+        (b"", 0, "Expecting value"),
+        ([], 0, "as an integer"),
+        ({"do": RELEASE}, 0, "shapes"),
+        ({"do": PLAN, "shapes": [[1, 1]]}, 16, "cannot reshape"),
+        ({"do": PLAN, "shapes": [["a", "b"]]}, 8, "can't multiply"),
+        ({"do": PLAN, "shapes": [[1]]}, 7, "buffer size must be a multiple"),
+        (b"[" * 100_000, 0, "recursion"),
+    ],
+)
+def test_what_is_no_frame_ends_the_connection_with_the_reason(pair: Pair, head: Any, raw: int, words: str) -> None:
+    ours, theirs = pair
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    inbox = Inbox(theirs)
+    ours.sendall(encode({"do": LEAVE}))
+    assert [frame.head for frame in inbox.read()] == [{"do": LEAVE}]
+    ours.sendall(len(text).to_bytes(4, "big") + raw.to_bytes(4, "big") + text + bytes(raw))
+    with pytest.raises(OSError, match=f"{8 + len(text) + raw} bytes came that are none of our frames: .*({words})"):
+        while True:
+            assert list(inbox.read()) == []
+
+
+def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
+    heads: list[dict[str, Any]] = []
+    leader = Leader(lambda head, arrays: heads.append(head))
+    layout = Layout.from_rank_lengths([[3], []])
+    first = leader.open(0, layout, None)
+    held = [first]
+    del first
+    leader.open(1, layout, None)
+    gc.collect()
+    leader.open(2, layout, None)
+    assert [head["do"] for head in heads] == [OPEN, OPEN, RELEASE, OPEN]
+    assert heads[2] == {"do": RELEASE, "turns": [1]}
+    held.clear()
+    gc.collect()
+    leader.tell({"do": OPEN})
+    assert sorted(heads[-2]["turns"]) == [0, 2]
+
+
+# Both ends
+
+
+SILENT_S = 0.4
+
+
+class Ends:
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.trainer, self.server = socket.socketpair()
+
+    def link(self, goes_on: bool = True, silent_s: float = 30.0, server: int = 1) -> ServerLink:
+        board = Liveness(self.store, 0, 2)
+        board.may_change = goes_on
+        return ServerLink(0, {server: self.trainer}, board, silent_s)
+
+    def links(self, rank: int = 1) -> TrainerLinks:
+        return TrainerLinks(rank, {0: self.server}, Liveness(self.store, rank, 2))
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    for name, seconds in {"LOOK_S": 0.02, "WORD_S": 0.02, "GRACE_S": 0.2}.items():
+        monkeypatch.setattr(links_room, name, seconds)
+    made = Ends(dist.HashStore())
+    with made.trainer, made.server:
+        yield made
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -> None:
+    link = ends.link(goes_on, SILENT_S)
+    wait_for(lambda: link.gone)
+    assert link.gone[1].endswith("it has said nothing for 0.4 s: it hangs, or nothing reaches its host")
+    if not goes_on:
+        wait_for(Liveness(ends.store, 0, 2).why_hopeless)
+        assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
+        with pytest.raises(CADPeerError, match="rank 0: server 1 ended: it has said nothing"):
+            link.tell({"do": RELEASE, "turns": []})
+
+
+def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped in its look for what has come: that is read before anybody is called silent."""
+    stands = threading.Event()
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list:
+            if stands.is_set():
+                stands.clear()
+                time.sleep(3 * SILENT_S)
+                ends.server.sendall(encode({"do": BUSY, "busy": 0, "total": 0}))
+            return super().select(timeout)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    link = ends.link(silent_s=SILENT_S)
+    stands.set()
+    wait_for(lambda: link._busy)
+    assert not link.gone
+    link.leave("")
+
+
+def test_a_server_that_wakes_hears_that_it_was_given_up_and_blames_nobody(ends: Ends) -> None:
+    """Its sockets have closed meanwhile, which must not look like trainers that died."""
+    link = ends.link(silent_s=SILENT_S)
+    wait_for(lambda: link.gone)
+    link.change((), 1, None)
+    links = ends.links()
+    assert links.wait_for_reason(10).startswith("the trainers go on without it: it has said nothing for 0.4 s")
+    assert Liveness(ends.store, 1, 2).why_hopeless() == "" and Liveness(ends.store, 0, 2).why_hopeless() == ""
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: Ends, cut: int) -> None:
+    links = ends.links()
+    ends.trainer.sendall(encode({"do": RELEASE, "turns": [1, 2, 3]})[:cut])
+    ends.trainer.close()
+    assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
