@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad import native
 from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange import nccl
 from deepspeed_cad.exchange.failure import watchdog
@@ -27,8 +26,6 @@ from deepspeed_cad.exchange.failure.identity import Flags, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import MemoryStore, OwnGroup
-from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.native_calls import NcclCalls
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.native import NativeCallError
 
@@ -144,19 +141,6 @@ def test_a_call_that_fails_with_a_server_says_so() -> None:
     assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("x")), ServerLostError)
 
 
-def test_a_communicator_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = object.__new__(NcclCalls)
-    left: list[object] = []
-    monkeypatch.setattr(native, "call", lambda name, *given: left.append(given))
-    calls._leaving, calls._communicator = threading.Lock(), SimpleNamespace(value=17)  # type: ignore[assignment]
-    threads = [threading.Thread(target=lambda: calls.leave()) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(left) == 1
-
-
 def _gather(store: dist.Store, counter: int, rank: int) -> list[bytes]:
     """As torch's symmetric memory does on one of two ranks, in C++: keys by a counter of the process."""
     mine = dist.PrefixStore("group", store)
@@ -222,21 +206,6 @@ def test_who_may_lose_a_server_hears_of_all_ranks_in_every_exchange(
     for way in (0, 1):
         assert sorted(queued[0][queued[0][:, 0] == way, 1].tolist()) == others
     assert [len(one) for one in queued[1:]] == ([2] if moves else [])
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> None:
-    side, ring = Side(), Ring([7, 7])
-    side.board.losses = side.losses if goes_on else None
-    nvlink, queued = object.__new__(LandingTransport), list[tuple[object, ...]]()
-    nvlink.alarm, nvlink._watchdog, nvlink._seen = side.alarm, side.dog, ring.flags
-    nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
-    way: Any = SimpleNamespace(own_flags=np.arange(2))
-    nvlink._out = nvlink._back = way
-    nvlink.exchanges = nvlink._pushed = 7
-    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, Identity(7, 0))  # type: ignore[arg-type]
-    assert bool(queued) != goes_on and bool(ring.copies) == goes_on
-    side.dog.abandon()
 
 
 class Given(OwnGroup):

@@ -6,21 +6,17 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from deepspeed_cad import threads
 from deepspeed_cad.ahead import worker as worker_room
-from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
 from deepspeed_cad.exchange.failure.patience import PatientStore, SilentStoreError
-from deepspeed_cad.exchange.failure.roll_call import RollCall
-from deepspeed_cad.exchange.failure.watchdog import Alarm
 
 
 @pytest.mark.parametrize(
@@ -90,13 +86,6 @@ def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_a
         assert "exception that the script caught" in said
 
 
-def test_a_rank_that_stopped_is_the_first_reason() -> None:
-    made = boards(3)
-    made[1].report("out of memory")
-    assert made[0].why_hopeless(5) == "rank 1 stopped: out of memory"
-    assert made[2].why_hopeless(7) == "rank 1 stopped: out of memory", "what it said of itself is no reason"
-
-
 def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "LOOK_S", 0.02)
     made = boards()
@@ -115,14 +104,6 @@ def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors[0].startswith("rank 0 waited for exchange 5: rank 1 waits for the other ranks' document lengths")
     assert errors[1].startswith("rank 1 waited for the other ranks' lengths: rank 0 stopped: waited for exchange 5 in")
     assert "rank 1 waits for the other ranks' document lengths at the forward number 3" in errors[1]
-
-
-def test_a_meeting_before_an_exchange_ends_as_the_exchange_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "LOOK_S", 0.02)
-    made = boards()
-    made[0].started = lambda: 4
-    with pytest.raises(CADPeerError, match="rank 0 waited for growing: rank 1 waits for the other ranks' doc"):
-        RollCall(dist.HashStore(), 2, Alarm(0, made[0], 30.0)).call("growing")
 
 
 # What this rank knows of itself
@@ -155,20 +136,6 @@ def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.Monke
     assert not worker.is_idle
     may_end.set()
     worker.close()
-
-
-def test_collectives_are_counted_as_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    gatherer, seen = Gatherer(None, 0, 1, None), []
-    monkeypatch.setattr(gatherer, "_all", lambda values, what: (seen.append(gatherer.inside), [values])[1])
-    subjects = [Subject(What.LENGTHS, epoch=1), Subject(What.PLAN)]
-    for subject in subjects:
-        found = gatherer.gather(subject, np.arange(3))
-        assert isinstance(found[0], Said) and gatherer.inside is None
-    assert seen == [(1, subjects[0])] * 2 + [(2, subjects[1])] * 2 and gatherer.begun == 2
-    gatherer._give_up(CADPeerError("ranks are apart"))
-    with pytest.raises(CADPeerError):
-        gatherer.gather(subjects[0])
-    assert gatherer.begun == 2, "nobody met"
 
 
 class Lost:

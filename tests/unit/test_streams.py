@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.call import AttentionCall, Unused
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
@@ -28,9 +26,8 @@ from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.nccl import NcclTransport, Parcel
+from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.packed import PackedTransport
-from deepspeed_cad.exchange.placement import rows_of_kinds
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import MaskRule
@@ -220,26 +217,6 @@ def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:
     assert aside.clock[id(aside)] and main.is_after(aside)
 
 
-def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream) -> None:
-    tick = Layout.from_rank_lengths([[8], [8]]).tick()
-    tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
-    schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
-    transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport.alarm = CPU, Alarm(1, None, 1.0)
-    transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
-    kinds = rows_of_kinds(schedule, CPU)
-    parcel = Parcel(
-        Identity(1, 0), [], [torch.ones(8, 3)], main, Stream(), Event()  # type: ignore[arg-type]
-    )  # fmt: skip
-    fields = [Outgoing(QUERY, torch.zeros(8, 1, 3))]
-    aside = Stream()
-    with torch.cuda.stream(aside):  # type: ignore[arg-type]
-        aside.work()
-        arrived = transport._arrange(schedule, fields, kinds, parcel)
-        assert torch.equal(arrived[0], torch.ones(8, 3))
-    assert main.is_after(aside)
-
-
 @pytest.mark.parametrize("falls", ["while it starts", "before it is waited for"])
 @pytest.mark.parametrize("back", [False, True])
 def test_nccl_keeps_what_it_reads_and_writes_where_an_error_falls(
@@ -304,26 +281,3 @@ def test_a_pass_that_nobody_finishes_leaves_the_streams_in_order(main: Stream) -
         call.state = Unused()
         gc.collect()
     assert written() is None and order == [True], "freed before the training stream waits"
-
-
-def test_threads_ask_about_events_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    worker = Worker(torch.device("cuda", 3))
-    assert worker.submit(lambda: 1).result(10) == 1
-    worker.close()
-    assert chosen == [torch.device("cuda", 3)]
-
-
-def test_a_waiting_worker_holds_no_result() -> None:
-    class Result: ...
-
-    worker = Worker()
-    try:
-        future = worker.submit(Result)
-        result = weakref.ref(future.result(10))
-        del future
-        while result() is not None:
-            time.sleep(0.001)
-    finally:
-        worker.close()

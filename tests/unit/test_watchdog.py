@@ -164,15 +164,6 @@ def test_a_wait_is_in_vain_where_a_rank_waits_elsewhere(at_host: bool, exchange:
             watched.alarm.check()
 
 
-def test_calls_of_the_host_that_end_are_no_wait_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(60.0)
-    for begin in (0.0, 50.0, 100.0):
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda begin=begin: begin))
-        with watched.dog.inside("connecting"):
-            assert not watched.at(begin + 49)
-    assert not watched.at(500)
-
-
 def test_what_differs_stops_a_rank_and_tells_the_others() -> None:
     arrived: list[str] = []
     looks = SimpleNamespace(look=lambda: "ranks differ" if arrived else "", finish=lambda: "")
