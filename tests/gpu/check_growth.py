@@ -49,7 +49,6 @@ def make_swap(ranks: int, rows: int) -> list[Schedule]:
 
 
 def hold(place: Place, left: int) -> list[torch.Tensor]:
-    """All memory of the GPU but `left` bytes."""
     if not place.on_gpu:
         return []
     torch.cuda.empty_cache()
@@ -60,7 +59,6 @@ def hold(place: Place, left: int) -> list[torch.Tensor]:
 
 
 def one_round(place: Place, transport: Transport, plans: list[Schedule], seed: int) -> int:
-    """An exchange there and back; gives how many values are wrong."""
     return int(torch.stack(Round(plans, place.rank, seed, 0, place.device).run(transport)).sum())
 
 
@@ -139,5 +137,4 @@ def check_waves(place: Place, name: str) -> Found:
 
 
 def group_of(place: Place) -> dist.ProcessGroup:
-    """The ranks that exchange."""
     return dist.new_group(backend="nccl" if place.on_gpu else "gloo")

@@ -90,7 +90,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 def expected_choice(place: Place) -> str:
-    """What "auto" takes, as docs/architecture.md says."""
     if not place.on_gpu:
         return "c10d"
     apart = len(set(place.hosts or (0,)))
@@ -98,7 +97,6 @@ def expected_choice(place: Place) -> str:
 
 
 def make_schedules(ranks: int, seed: int, longest: int) -> list[Schedule]:
-    """A random plan for all ranks."""
     rng = np.random.default_rng(seed)
     lengths = [[int(n) for n in rng.integers(1, longest, rng.integers(1, 5))] for _ in range(ranks)]
     tick = Layout.from_rank_lengths(lengths).tick()
@@ -118,18 +116,13 @@ def home_tensor(schedule: Schedule, kind: int, width: int, dtype: torch.dtype, s
 
 @dataclass
 class Arrived:
-    """A dispatch that was waited for."""
-
     tensors: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
-        """What arrived."""
         return self.tensors
 
 
 class Round:
-    """One dispatch and return with known answers."""
-
     FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
 
     def __init__(
@@ -161,7 +154,6 @@ class Round:
         self.back = transport.give_back(self.own, fields, self.nano_batch, self.moment)
 
     def differences(self, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
-        """How many values of each field are not those that were sent."""
         wrong = []
         for f, (kind, _width, _dtype) in enumerate(self.FIELDS):
             expected = torch.empty_like(arrived[f])

@@ -17,7 +17,6 @@ def _tell(rank: int) -> None:
 
 
 def _wait_until_told(ranks: list[int]) -> None:
-    """However long the others take."""
     dist.distributed_c10d._get_default_store().wait([f"told/{rank}" for rank in ranks])
 
 

@@ -44,13 +44,10 @@ def neighbours(near: list[int], rank: int) -> Table:
 
 
 def at_address(address: int, width: int) -> Any:
-    """A tensor with rows of so many bytes."""
     return SimpleNamespace(data_ptr=lambda: address, shape=(0, width), element_size=lambda: 1)
 
 
 class Stream:
-    """Everything is over at once."""
-
     cuda_stream = 0
 
     def wait_stream(self, other: Stream) -> None: ...
@@ -103,8 +100,6 @@ class Network:
 
 @dataclass
 class Messages:
-    """Stands in for NcclCalls."""
-
     network: Network
     rank: int
     left: bool = False

@@ -19,8 +19,6 @@ from deepspeed_cad.threads import start_daemon
 
 
 class FakeEvent:
-    """An event that happens when told."""
-
     def __init__(self, done: bool) -> None:
         self.done = done
 
@@ -54,7 +52,6 @@ class Watched:
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """`stuck`: a thread does not come back."""
     state = SimpleNamespace(stuck=False)
 
     def start(name: str, run: Callable[[], None], device: object) -> Any:

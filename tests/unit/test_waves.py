@@ -99,19 +99,6 @@ def test_attention_in_blocks_of_rows_is_exact(name: str, waves: int, window: int
     assert max(ranks.run().values()) < 1e-10
 
 
-def test_gradients_that_come_back_often_are_rounded_once() -> None:
-    """In bf16 the sum over many waves errs no more than that of one: it is in fp32 until it is complete."""
-    errors = []
-    for waves, blocks in ((1, 0), (8, 8)):
-        ranks = Ranks(
-            cases.layouts()["documents over borders"], MaskRule(DIM**-0.5), seed=5, waves=waves, blocks=blocks,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
-        errors.append(ranks.run())
-    for name in ("dk", "dv"):
-        assert errors[1][name] < 1.5 * errors[0][name]
-
-
 def test_waves_change_no_bit() -> None:
     """Head groups are whole in a wave, so bf16 sums of dK and dV are those of one wave, and outputs of many waves too.
 
