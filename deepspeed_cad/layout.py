@@ -53,6 +53,19 @@ class Segments:
         """The segments that a boolean mask or an index array names, in that order."""
         return Segments(*(column[rows] for column in (self.document, self.begin, self.end, self.rank, self.offset)))
 
+    def find(self, document: Ints, row: Ints, rank: Ints) -> tuple[Ints, Ints]:
+        """Begin and end of the segments in which ranks hold rows of documents ([n] each); −1 where they do not."""
+        own = self.select(np.flatnonzero(self.begin < self.end))
+        if not len(own):
+            return np.full(len(document), -1), np.full(len(document), -1)
+        order = np.lexsort((own.begin, own.document))
+        # Numbers that sort like (document, position): positions are below 2^31.
+        first, wanted = own.document[order] << 32 | own.begin[order], document << 32 | row
+        at = np.searchsorted(first, wanted, side="right") - 1
+        found = order[np.maximum(at, 0)]
+        held = (at >= 0) & (own.document[found] == document) & (row < own.end[found]) & (own.rank[found] == rank)
+        return np.where(held, own.begin[found], -1), np.where(held, own.end[found], -1)
+
     def count_ranks(self) -> tuple[Ints, Ints]:
         """The documents, and on how many ranks each has rows."""
         pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
@@ -76,7 +89,7 @@ class LocalSegments:
             object.__setattr__(self, name, _ints(getattr(self, name)))
 
     def to_array(self) -> Ints:
-        """Columns begin, end, offset as an [n, 3] array: what travels between ranks."""
+        """[n, 3]: begin, end, offset."""
         return np.stack([self.begin, self.end, self.offset], axis=1)
 
     @staticmethod

@@ -27,8 +27,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Transport
 from deepspeed_cad.layout import Ints, Layout
-from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
-from deepspeed_cad.schedule.tables import expand
+from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule, expand
 from deepspeed_cad.shares import divide
 
 

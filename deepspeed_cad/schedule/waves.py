@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_cad.cost import count_pairs, window_start
-from deepspeed_cad.layout import Ints, Segments, Tick
+from deepspeed_cad.layout import Ints, Tick
+from deepspeed_cad.schedule import Schedule, Slices, build_slices, expand, schedule_rank
 from deepspeed_cad.schedule.room import OUT, Room, room_needed, too_much
-from deepspeed_cad.schedule.tables import Schedule, Slices, build_slices, expand, schedule_rank
 
 MOST = 32
 """Waves of one tick: as many as the identities of exchanges tell apart (exchange/failure/identity.py)."""
@@ -163,27 +163,9 @@ def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[I
 def _run_alone(tick: Tick, tasks: Ints, window: int | None) -> np.ndarray:
     """Which tasks find their rows and keys at their server ([tasks])."""
     document, begin, end, _, _, server = tasks.T
-    start = window_start(begin, window)
-    held = _is_held(tick.query, document, begin, end, server)
-    return held & _is_held(tick.key, document, start, end, server)
-
-
-def _is_held(where: Segments, document: Ints, begin: Ints, end: Ints, rank: Ints) -> np.ndarray:
-    """Whether `rank` holds all rows [begin, end) in one segment ([tasks])."""
-    if not len(where):
-        return np.zeros(len(document), bool)
-    far = np.int64(1) << 40
-    key = where.document * far + where.begin
-    order = np.argsort(key, kind="stable")
-    last = np.searchsorted(key[order], document * far + begin, side="right") - 1
-    segment = order[np.maximum(last, 0)]
-    return (
-        (last >= 0)
-        & (where.document[segment] == document)
-        & (where.rank[segment] == rank)
-        & (where.begin[segment] <= begin)
-        & (end <= where.end[segment])
-    )
+    query, rows_end = tick.query.find(document, begin, server)
+    key, keys_end = tick.key.find(document, window_start(begin, window), server)
+    return (query >= 0) & (end <= rows_end) & (key >= 0) & (end <= keys_end)
 
 
 def _cut_rows(each: Ints, cut: Cut) -> Ints:
