@@ -115,11 +115,9 @@ class LocalSegments:
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """One core-attention call of all ranks together: the unit that a plan is made for.
-
-    `query` are the rows whose output is computed, `key` those that they may read, with offsets in each rank's query and
-    key buffer. Row 0 of these is row `query_base` and `key_base` of the rank's token buffer.
-    """
+    """One core-attention call of all ranks together: the unit that a plan is made for. `query` are the rows whose
+    output is computed, `key` those that they may read, with offsets in each rank's query and key buffer. Row 0 of these
+    is row `query_base` and `key_base` of the rank's token buffer."""
 
     ranks: int
     query: Segments
@@ -170,11 +168,9 @@ class Layout:
         return Tick(self.ranks, self.segments, self.segments, self.tokens, self.tokens, zero, zero)
 
     def cut(self, at: Any) -> tuple[Tick, Tick]:
-        """Two ticks: rows [0, at[r]) of every rank r, then rows [at[r], tokens[r]) reading the keys of both.
-
-        Raises CADDataError where a row of the first part would read a key of the second (a document that goes on
-        on the next rank), because those keys do not exist yet when the first part is computed.
-        """
+        """Two ticks: rows [0, at[r]) of every rank r, then rows [at[r], tokens[r]) reading the keys of both. Raises
+        CADDataError where a row of the first part would read a key of the second (a document that goes on on the next
+        rank), because those keys do not exist yet when the first part is computed."""
         at, seg = _ints(at), self.segments
         if not self.can_cut(at):
             raise CADDataError(
@@ -217,10 +213,8 @@ class Layout:
 
     @staticmethod
     def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Layout:
-        """One stream of documents cut into equal rank parts; documents may span ranks (`cut_stream`).
-
-        Raises CADDataError where the documents do not fit into `ranks` × `tokens_per_rank`.
-        """
+        """One stream of documents cut into equal rank parts; documents may span ranks (`cut_stream`). Raises
+        CADDataError where the documents do not fit into `ranks` × `tokens_per_rank`."""
         total = int(sum(lengths))
         if total > ranks * tokens_per_rank:
             raise CADDataError(
@@ -378,10 +372,8 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
 
 def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_lens_q") -> LocalSegments:
     """Segments from cumulative lengths ([documents + 1], as FlashAttention takes them); rows behind are padding.
-
     `name`: of the argument, for errors. Raises CADDataError where the lengths do not start at 0, fall, or exceed
-    `tokens`.
-    """
+    `tokens`."""
     ends = _ints(cu_seqlens).reshape(-1)
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > tokens:
         raise CADDataError(

@@ -181,10 +181,8 @@ def _common_finish(problem: PlanInput, work: np.ndarray) -> float:
 
 
 def random_problem(seed: int, part: int | None = None) -> PlanInput:
-    """A question of any kind, the same on every machine: numbers are whole or come from a table.
-
-    `part`: of one of two nano-batches, where the micro-batch can be cut.
-    """
+    """A question of any kind, the same on every machine: numbers are whole or come from a table. `part`: of one of two
+    nano-batches, where the micro-batch can be cut."""
     rng = random.Random(seed)
     ranks, tokens = rng.choice((1, 2, 3, 4, 5, 8, 12)), rng.choice((60, 300, 300, 1024, 4096))
     lengths = [ranks * tokens] if seed % 16 == 5 else []

@@ -102,11 +102,9 @@ def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) ->
 
 
 def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> tuple[Ints, Ints]:
-    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows.
-
-    Gives bytes: where each field begins in the landing area of every rank ([fields, ranks]), and how much every rank
-    needs ([ranks]).
-    """
+    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows. Gives bytes:
+    where each field begins in the landing area of every rank ([fields, ranks]), and how much every rank needs
+    ([ranks])."""
     sizes = np.array([rows[:, kind] * width for kind, width in zip(kinds, row_bytes)], np.int64).reshape(-1, len(rows))
     padded = -(-sizes // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded, axis=0) - padded, padded.sum(axis=0)
@@ -121,10 +119,8 @@ def address_fields(sources: list[tuple[int, int, int, int, int]], landing: Ints)
 
 @dataclass(frozen=True, eq=False)
 class FarPart:
-    """Messages of one kind (query or key rows) between this rank and those that are not its neighbours.
-
-    Tables have a row per message: peer, first row, rows.
-    """
+    """Messages of one kind (query or key rows) between this rank and those that are not its neighbours. Tables have a
+    row per message: peer, first row, rows."""
 
     home_index: Ints
     """row × groups + group of every row that leaves this rank as a home: packed in this order."""
@@ -137,11 +133,9 @@ class FarPart:
 
 
 def near_part(schedule: Schedule, members: Ints) -> Schedule:
-    """What moves between the ranks `members` (ascending, this one among them), which are numbered from 0 there.
-
-    Its buffers have room for all rows, also those that other ranks send; only rows per rank, slices and rank numbers
-    differ from those of `schedule`.
-    """
+    """What moves between the ranks `members` (ascending, this one among them), which are numbered from 0 there. Its
+    buffers have room for all rows, also those that other ranks send; only rows per rank, slices and rank numbers differ
+    from those of `schedule`."""
     if len(members) == schedule.ranks:
         return schedule
 

@@ -26,14 +26,8 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.copies import (
-    PushTable,
-    address_fields,
-    dispatch_pushes,
-    near_part,
-    plan_landing,
-    return_pushes,
-)
+from deepspeed_cad.exchange import copies
+from deepspeed_cad.exchange.copies import PushTable, dispatch_pushes, near_part, return_pushes
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Flags, Identity, Moment
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
@@ -41,7 +35,7 @@ from deepspeed_cad.exchange.group import Group, OwnGroup, find_peers, has_ways_a
 from deepspeed_cad.exchange.landing import LandingArea, Lanes, make_buffers
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nccl import Messenger, Strangers
-from deepspeed_cad.exchange.placement import Placement, check_home, check_served, find_placement, place
+from deepspeed_cad.exchange.placement import Placement, check_home, find_placement, place
 from deepspeed_cad.exchange.transport import (
     UNNAMED,
     Dispatched,
@@ -96,10 +90,8 @@ class LandingTransport(Transport):
     """See the top of this file, and Transport."""
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None = None) -> None:
-        """Collective: every rank of the group makes one at the same time.
-
-        `near`: one number for every rank; ranks with the same number copy, all others get messages. None: all copy.
-        """
+        """Collective. `near`: one number for every rank; ranks with the same number copy, all others get messages.
+        None: all copy."""
         self.name = "nvlink" if near is None else "mixed"
         # Copies inside a host take less time than starting more of them.
         self.most_waves = 1 if near is None else 8
@@ -110,7 +102,7 @@ class LandingTransport(Transport):
         self.strangers = None if near is None else Strangers(group, device, near, alarm)
         with ExitStack() as on_error:
             if self.strangers is not None:
-                on_error.callback(self.strangers.leave)
+                on_error.callback(self.strangers.messages.leave)
             peers = self.peers = find_peers(group, alarm, near)
             self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
             roll_call = RollCall(open_store(group, "landing"), size_of(group), alarm)
@@ -181,7 +173,6 @@ class LandingTransport(Transport):
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
         addresses, landed = self._prepare(tables, back.area, schedule.landed_rows, shapes)
         for row, f in zip(addresses, fields):
-            check_served(f.served, int(schedule.served_rows[self.rank, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         under_way = self._start(self._back, [f.served for f in fields], moment, nano_batch, True, schedule)
         self._push(under_way, tables.give_back, addresses, back.area, (self._out, lane.dispatch))
@@ -210,7 +201,7 @@ class LandingTransport(Transport):
             self._tables.clear()
             self.peers.forget()
             if self.strangers is not None:
-                self.strangers.leave()
+                self.strangers.messages.leave()
 
     def abandon(self) -> Callable[[], None]:
         """See Transport.abandon. What other ranks still copy into memory of this one lies in their mappings too, and
@@ -237,7 +228,6 @@ class LandingTransport(Transport):
             place(placements[f.kind], rows, f.served, f.home, f.add)
 
     def _wait(self, landed: list[torch.Tensor], under_way: _Pushed) -> list[torch.Tensor]:
-        """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
         self.alarm.check()
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
@@ -285,7 +275,7 @@ class LandingTransport(Transport):
         if found is not None:
             return found
         kinds, widths = [kind for kind, _, _ in shapes], [width * dtype.itemsize for _, width, dtype in shapes]
-        begin, needed = plan_landing(rows, kinds, widths)
+        begin, needed = copies.plan_landing(rows, kinds, widths)
         if self._lanes.grow([(area, needed)]):
             self._forget_views()
         sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
@@ -293,7 +283,7 @@ class LandingTransport(Transport):
             area.field(int(at), int(rows[self.rank, kind]), width, dtype)
             for at, (kind, width, dtype) in zip(begin[:, self.rank], shapes)
         ]
-        addresses = address_fields(sources, area.buffer.addresses + begin[:, self.peers.members])
+        addresses = copies.address_fields(sources, area.buffer.addresses + begin[:, self.peers.members])
         made = tables.prepared[area.label, shapes] = addresses, landed
         return made
 
@@ -325,11 +315,9 @@ class LandingTransport(Transport):
         under_way.done.append(stream.record_event())
 
     def _join(self, under_way: _Pushed, way: Messenger, messages: Table, packed: list[torch.Tensor]) -> None:
-        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.
-
-        The watchdog looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits
-        for the whole device before.
-        """
+        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both. The watchdog
+        looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits for the
+        whole device before."""
         under_way.readers.append(way.stream)
         under_way.sources.extend(packed)
         done = way.exchange(under_way.identity, messages, self._comparison, self._watchdog, self.transfers)
@@ -343,7 +331,7 @@ class LandingTransport(Transport):
             self._end_waits()
         finally:
             if self.strangers is not None:
-                self.strangers.leave()  # after the waits for neighbours: messages behind them can be stopped then
+                self.strangers.messages.leave()  # after the waits for neighbours: what is behind them can stop then
 
     def _end_waits(self) -> None:
         everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)

@@ -78,11 +78,8 @@ class SymmetricBuffer:
 def make_buffers(
     sizes: list[int], peers: PeerGroup, device: torch.device, roll_call: RollCall, what: str
 ) -> list[SymmetricBuffer]:
-    """Buffers of the same sizes on every rank. Collective.
-
-    All are allocated before ranks meet. Where one rank lacks one of them, all raise the same NoRoomError, `what` in it,
-    and nothing is left behind.
-    """
+    """Buffers of the same sizes on every rank, allocated before ranks meet. Collective. Where one rank lacks one, all
+    raise the same NoRoomError, `what` in it, and nothing is left behind."""
     memory: Any = torch if peers.handle is None else symmetric_memory()
     tensors, problem = _allocate(memory, sizes, device, roll_call.alarm.goes_on)
     # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
@@ -137,7 +134,6 @@ class LandingArea:
         return self.memory
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """A field that landed here: [rows, width]."""
         size = rows * width * dtype.itemsize
         return self.buffer.tensor[begin : begin + size].view(dtype).view(rows, width)
 
@@ -181,7 +177,7 @@ class Lanes:
         self._back: dict[tuple[int, int], BackLane] = {}
 
     def out(self, nano_batch: int, wave: int) -> OutLane:
-        """Where a wave of a nano-batch lands at its servers; areas are empty at first."""
+        """Where a wave of a nano-batch lands at its servers."""
         key = nano_batch, wave % OUT
         if key not in self._out:
             self._out[key] = OutLane((_area("out", *key), _area("out (odd)", *key)))
@@ -198,7 +194,6 @@ class Lanes:
         back.unfinished = None
 
     def back(self, nano_batch: int, wave: int) -> BackLane:
-        """Where its results land at home."""
         key = nano_batch, wave % BACK
         if key not in self._back:
             self._back[key] = BackLane(_area("back", *key))
@@ -215,12 +210,9 @@ class Lanes:
         return self.grow(needed, room.headroom)
 
     def grow(self, areas: list[tuple[LandingArea, Table]], headroom: float = HEADROOM) -> bool:
-        """Have room for so many bytes ([ranks]) in each of these areas, or raise NoRoomError and keep what was.
-
-        Every rank passes the same areas and numbers, at the same exchange, and all areas are as large as the fullest
-        rank needs them: those of other hosts, too. An area that grows becomes `headroom` times as large as it must be.
-        Gives whether any has other memory than before.
-        """
+        """Have room for so many bytes ([ranks]) in each of these areas, as much as the fullest rank needs on all hosts,
+        or raise NoRoomError and keep what was. Every rank passes the same, at the same exchange. An area that grows
+        becomes `headroom` times as large as it must be. Gives whether any has other memory than before."""
         growing = [
             (area, -(-int(max(most, 1) * headroom) // GRAIN) * GRAIN)
             for area, most in ((area, int(needed.max(initial=0))) for area, needed in areas)

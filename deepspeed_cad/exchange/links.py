@@ -59,11 +59,9 @@ class Links:
 
 
 def measure_links(transport: Transport, device: torch.device, rank: int, hosts: Sequence[int], gather: Gather) -> Links:
-    """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it.
-
-    The figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does. Nothing is
-    under way on the transport.
-    """
+    """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it. The
+    figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does. Nothing is under
+    way on the transport."""
     sent = transport.bytes_sent
     speeds: dict[bool, float | None] = {}
     for same in (True, False):

@@ -19,11 +19,8 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one varlen call, on the host and on the device.
-
-    Sequence i has query rows [cu_q[i], cu_q[i+1]) and key rows [cu_k[i], cu_k[i+1]); its last query row is aligned
-    with its last key row (bottom-right causal).
-    """
+    """Sequences of one varlen call, on the host and on the device. Sequence i has query rows [cu_q[i], cu_q[i+1]) and
+    key rows [cu_k[i], cu_k[i+1]); its last query row is aligned with its last key row (bottom-right causal)."""
 
     host_q: npt.NDArray[np.int32]
     host_k: npt.NDArray[np.int32]
@@ -97,9 +94,6 @@ class Kernel(Protocol):
         rule: MaskRule,
         into: Three | None = None,
     ) -> Three:
-        """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides.
-
-        `into`: where these should be written, with the same freedom as `out_QHV`, all three or none.
-        O and LSE are those of the whole softmax: where sinks were folded in, of the softmax with sinks, and the
-        gradients are right for it.
-        """
+        """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides. `into`: where these should be
+        written, with the same freedom as `out_QHV`, all three or none. O and LSE are those of the whole softmax: where
+        sinks were folded in, of the softmax with sinks, and the gradients are right for it."""

@@ -28,10 +28,8 @@ def names() -> tuple[str, ...]:
 
 
 def choose(name: str, need: KernelNeed, rank: int = 0) -> Kernel:
-    """The kernel for a layer; `rank`: of this process, since only rank 0 logs the choice.
-
-    Raises CADUnsupportedError where `name` is no backend, or one that refuses: the reason is in the message.
-    """
+    """The kernel for a layer; `rank`: of this process, since only rank 0 logs the choice. Raises CADUnsupportedError
+    where `name` is no backend, or one that refuses: the reason is in the message."""
     wanted = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
     if not wanted:
         raise CADUnsupportedError(f'there is no kernel "{name}"; there are: auto, {", ".join(names())}')

@@ -108,8 +108,7 @@ def _work_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _autocast_off(tensor: torch.Tensor) -> torch.autocast:
-    """Autocast rounds scores to bf16 in a forward, where it is on, and not in a backward, where it is off: that would
-    make probabilities there which are not those of the LSE."""
+    """Autocast would round scores to bf16 in a forward alone: probabilities in backward were not those of the LSE."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
@@ -134,10 +133,8 @@ def _in_tiles(x_RGD: torch.Tensor, before: int, work: torch.dtype) -> torch.Tens
 
 
 def _scores(product: torch.Tensor, rule: MaskRule, shift: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Masked scores [..., rows, keys] of Q K^T, and the slope of the soft-cap where there is one.
-
-    `shift`: of the first row among the keys.
-    """
+    """Masked scores [..., rows, keys] of Q K^T, and the slope of the soft-cap where there is one. `shift`: of the first
+    row among the keys."""
     score = product * rule.scale
     slope = None
     if rule.softcap is not None:

@@ -88,10 +88,8 @@ def link_weights(problem: PlanInput) -> tuple[float, float]:
 
 def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int) -> Ints:
     """Cut every task ([n, 6], see Plan.tasks) at both ends of the rows that its server finds at home with all that they
-    read: before them where there is a window, else they begin their document.
-
-    As one task all of them would wait for rows or keys of others, and be copied to where these land.
-    """
+    read: before them where there is a window, else they begin their document. As one task all of them would wait for
+    rows or keys of others, and be copied to where these land."""
     document, server = tasks[:, 0], tasks[:, 5]
     query, key = (where.find(document, np.zeros_like(document), server)[1] for where in (tick.query, tick.key))
     tasks = _cut(tasks, np.minimum(query, key))

@@ -85,10 +85,10 @@ def choose_interleaved_cut(
         layout: of trainers and servers; servers have no tokens.
         unit: [ranks] rows that a cut is a multiple of.
         kinds: of the model's layers, with costs in the unit of `linear`; none known yet: pairs of full attention.
-        servers: reserved ranks, the sum of their speeds.
+        servers: the sum of their speeds.
         linear: seconds per token of all but attention in one layer, forward and backward (with the recompute), on a
             trainer; None or 0: not known, both nano-batches get as much attention.
-        helpers: trainers that serve beside their linear layers where servers have no time, the sum of their speeds.
+        helpers: trainers that serve where servers have no time, the sum of their speeds.
     """
     tokens = layout.tokens
     unit = np.maximum(unit, 1)
@@ -140,5 +140,4 @@ def _work(layout: Layout, at: Ints, cost: CostModel, linear: float) -> float:
 
 
 def _worth(at: Ints, tokens: Ints) -> bool:
-    share = at.sum() / max(int(tokens.sum()), 1)
-    return bool(SMALLEST_SHARE <= share <= 1 - SMALLEST_SHARE)
+    return bool(SMALLEST_SHARE <= at.sum() / max(int(tokens.sum()), 1) <= 1 - SMALLEST_SHARE)

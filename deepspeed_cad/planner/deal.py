@@ -64,9 +64,8 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Documents, or parts of them, and where they are trained. An entry per piece, in the order of documents and of
-    their tokens. Pieces of a document lie in one micro-batch of consecutive ranks: where it goes on it is the last of
-    its row, where it went on the first."""
+    """Documents, or parts of them, and where they are trained: in the order of documents and of their tokens. Pieces of
+    a document lie in one micro-batch of consecutive ranks, at the end of a row or, where it went on, at the begin."""
 
     document: Ints
     begin: Ints
@@ -100,10 +99,8 @@ class Costs:
         return tokens * self.each[:, None], attention
 
     def ends(self, before: Floats, attention: Floats, host: Ints) -> tuple[float, float]:
-        """When a step ends whose attention is balanced inside hosts, and one where every rank runs its own.
-
-        Until the last rank of a host comes to its attention the others run their own; what then is left they share.
-        """
+        """When a step ends whose attention is balanced inside hosts, and one where every rank runs its own. Until the
+        last rank of a host comes to its attention the others run their own; what then is left they share."""
         last, left = np.zeros((2, int(host.max()) + 1, before.shape[1]))
         np.maximum.at(last, host, before)
         np.add.at(left, host, np.maximum(attention - (last[host] - before) * self.speed[:, None], 0.0))
@@ -132,12 +129,8 @@ class Dealt:
 
 
 def order_rows(rows: Floats) -> Ints:
-    """The order in which each rank trains its micro-batches ([ranks, micro-batches] of indices): the heaviest of all
-    ranks at the same time, and so on, so that less attention has to move.
-
-    When they are trained is rank 0's order, that of its loader: what it logs of micro-batches is as without CAD.
-    `rows`: [ranks, micro-batches] attention.
-    """
+    """The order in which each rank trains its micro-batches ([ranks, micro-batches] of indices; `rows`: attention): the
+    heaviest of all ranks at the same time, in the order of rank 0's loader: what it logs is as without CAD."""
     heaviest = np.argsort(-rows, axis=1, kind="stable").astype(np.int64)
     return heaviest[:, np.argsort(heaviest[0])]
 
@@ -181,11 +174,8 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, 
 
 
 def _cut_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
-    """Rows of equal seconds outside attention, on each host by itself; None where they have no room.
-
-    Documents go to the micro-batch and host that has least. Row after row is filled by the longest that fits, and where
-    none does by a part of the longest of all.
-    """
+    """Rows of equal seconds outside attention, on each host by itself; None where they have no room. Row after row is
+    filled by the longest document that fits, and where none does by a part of the longest of all."""
     micro_batches, most = step.tokens.shape[1], int(step.tokens.max())
     seconds = costs.work + step.length * float(costs.each.mean())
     if (np.diff(host) < 0).any() or seconds.max() * (int(host.max()) + 1) * micro_batches > seconds.sum():
@@ -287,10 +277,8 @@ def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
 
 
 def _levels(floors: Floats, total: float, ranks: int, micro_batches: int) -> Floats:
-    """[micro-batches] how long each should take: its share of what is left, or its longest document outside attention.
-
-    `floors`: of documents, the longest first; `total`: of all of them, with attention.
-    """
+    """[micro-batches] how long each should take: its share of what is left of `total`, or its longest document outside
+    attention (`floors`, the longest first)."""
     levels = np.zeros(micro_batches)
     for turn in range(micro_batches):
         levels[turn] = max(floors[turn * ranks], total / (ranks * (micro_batches - turn)))

@@ -69,14 +69,8 @@ class Trip(NamedTuple):
 
 
 def common_finish(work: Floats, base: Floats, speed: Floats, group: Ints | None = None) -> Floats:
-    """When all work of a group of ranks is done if each starts at its base load and all of them stop together.
-
-    Args:
-        work: [groups] at speed 1.
-        base: [ranks] base loads.
-        speed: [ranks]; 0: runs none.
-        group: [ranks] number of each rank's; None: all are one.
-    """
+    """[groups]: when all work ([groups], at speed 1) is done if ranks start at their base loads ([ranks]) and all of a
+    group ([ranks] its number; None: all are one) stop together. `speed`: [ranks]; 0: runs none."""
     group = np.zeros(len(base), np.int64) if group is None else group
     # Sums in rank order: the same on every machine.
     speeds = np.bincount(group, speed, len(work))
@@ -99,7 +93,7 @@ def mean_finish(problem: PlanInput, work: Floats) -> float:
 
 
 def finish_best(problem: PlanInput, work: Floats, flows: Flows) -> tuple[Floats, int]:
-    """When each rank is done ([ranks]) with the number of waves that the question allows and that ends first."""
+    """When each rank is done ([ranks]) with the number of waves that ends first, and that number."""
     if not len(flows.pairs):
         return finish_times(problem, work, flows), 1
     best, waves = finish_times(problem, work, flows, problem.waves[0]), problem.waves[0]
@@ -135,10 +129,7 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1)
 def find_trips(
     flows: Flows, hosts: Ints | None, per_byte: Floats, waves: int
 ) -> tuple[Routes, tuple[tuple[Trip, Trip], tuple[Trip, Trip]]]:
-    """Who exchanges with whom; what moves there and back in forward, and in backward.
-
-    `per_byte`: [2] seconds inside a host and between hosts.
-    """
+    """Who exchanges with whom; what moves there and back in forward, and in backward. `per_byte`: [2] seconds."""
     home, server, with_rows = flows.pairs.T
     times = flows.bytes * per_byte[:, None]
     host = np.zeros(len(flows.parts), np.int64) if hosts is None else np.asarray(hosts)
@@ -160,17 +151,8 @@ def end_of_pass(
     start: Floats | float = 0.0,
     alternation: Alternation | None = None,
 ) -> Floats:
-    """When each rank is done with a pass ([ranks]).
-
-    Args:
-        routes: who exchanges with whom.
-        out: what homes send to servers.
-        back: what servers send back.
-        own: [ranks] seconds of all tasks of a rank.
-        waiting: [ranks] of them, those that wait for what other ranks send.
-        start: [ranks] base load.
-        alternation: with another tick; None: there is none.
-    """
+    """When each rank is done with a pass ([ranks]) of `own` seconds of tasks, of which `waiting` wait for what other
+    ranks send, from its base load `start` on."""
     homes, servers, where, count = routes
     arrive = out.server.max(0)
     np.maximum.at(arrive, servers[out.pairs], out.home[where, homes][out.pairs])
@@ -201,11 +183,8 @@ def alternate(other_work: float, linear: Floats, speed: Floats, servers: Bools) 
     because servers begin when the last trainer has handed over. That needs a transport on which results come home while
     the next tick goes out (Transport.two_ways). Figures are of forward and backward together.
 
-    Args:
-        other_work: attention of the other tick, of all ranks, at speed 1.
-        linear: [ranks] linear layers of this tick's rows, which run while the other tick is attended.
-        speed: [ranks] of attention; 0: runs none.
-        servers: [ranks] which ones only serve.
+    `other_work`: attention of the other tick, of all ranks, at speed 1. `linear`: [ranks] linear layers of this tick's
+    rows, which run while the other tick is attended. `speed`: [ranks] of attention. `servers`: [ranks] who only serves.
     """
     slowest = float(linear.max(initial=0.0))
     other = max(float(common_finish(np.array([other_work]), linear, speed)[0]), slowest)
@@ -221,13 +200,8 @@ def begin_in_place(
     whole layers even. An early rank runs attention of its own until keys and queries of the late ones arrive; where it
     has too little of that it is idle for the rest. Rows that read keys of a late rank fill no time.
 
-    Args:
-        seconds: [ranks] per token of one layer outside attention, forward and backward.
-        tick: whose attention is planned.
-        cost: of attention, in seconds too.
-        groups: head groups.
-        window: of the layers, None without one.
-        speeds: [ranks] in attention, beside what costs say; None: all are equal.
+    `seconds`: [ranks] per token of one layer outside attention, forward and backward. `cost`: of attention, in seconds
+    too. `speeds`: [ranks] in attention, beside what costs say.
     """
     before = seconds * tick.query_tokens
     speed = np.ones(tick.ranks) if speeds is None else speeds

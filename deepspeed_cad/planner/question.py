@@ -144,11 +144,9 @@ def read_cost(cost: Any, shape: HeadShape) -> CostModel:
 
 
 def hosts_of_nodes(per_node: int | list[int], ranks: int) -> Ints:
-    """Number of each rank's host where hosts have their ranks one behind the other ([ranks]).
-
-    `per_node`: ranks of every host, the last one has what is left; or the ranks of each. Raises CADConfigError where
-    they do not make up all ranks.
-    """
+    """Number of each rank's host where hosts have their ranks one behind the other ([ranks]). `per_node`: ranks of
+    every host, the last one has what is left; or the ranks of each. Raises CADConfigError where they do not make up all
+    ranks."""
     if isinstance(per_node, int):
         return np.arange(ranks) // per_node
     if sum(per_node) != ranks:
@@ -182,10 +180,8 @@ def _links(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_links(cost: CostModel, inside: float | None = None, between: float | None = None) -> CostModel:
-    """A cost model with links of so many GB/s into each rank; None: as the model has them.
-
-    Raises CADConfigError where the costs of attention are not seconds, with which those of links could be compared.
-    """
+    """A cost model with links of so many GB/s into each rank; None: as the model has them. Raises CADConfigError where
+    the costs of attention are not seconds, with which those of links could be compared."""
     speeds = {"byte_inside": inside, "byte_between": between}
     given: dict[str, Any] = {name: TRAVELS / (speed * 1e9) for name, speed in speeds.items() if speed is not None}
     if given and cost.unit != "seconds":

@@ -42,19 +42,15 @@ class Room(NamedTuple):
 
 
 def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[Ints]:
-    """[ranks] bytes that land at most in each of the `lanes` places that waves take in turn.
-
-    `waves`: rows of every rank ([ranks, 2]). `row`: bytes of a query and of a key row.
-    """
+    """[ranks] bytes that land at most in each of the `lanes` places that waves take in turn. `waves`: rows of every
+    rank ([ranks, 2]). `row`: bytes of a query and of a key row."""
     each = [rows @ np.array(row, np.int64) for rows in waves]
     return [np.max(each[lane::lanes], axis=0) for lane in range(min(lanes, len(each)))]
 
 
 def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, int]:
     """Bytes that a rank needs for waves of which so many rows land at servers and at homes, and which rank needs most.
-
-    Every rank makes its memory as large as the fullest one needs it; headroom is not counted.
-    """
+    Every rank makes its memory as large as the fullest one needs it; headroom is not counted."""
     lanes = lane_bytes([served for served, _ in waves], room.out, OUT)
     lanes += lane_bytes([landed for _, landed in waves], room.back, BACK)
     needed = float(sum(int(lane.max(initial=0)) for lane in lanes))

@@ -12,7 +12,6 @@ Tasks that need no other rank are in no wave; the first schedule has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -73,14 +72,14 @@ def schedule_waves(
 
 
 def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room) -> Waves:
-    """A cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules.
-
-    Of those that fit it is the first in which ranks hardly hold each other up, or the one in which they do so least.
-    Where nothing fits: that which needs least, or CADError, the same on every rank, where that is too much.
-    """
+    """A cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules. Of those that
+    fit it is the first in which ranks hardly hold each other up, or the one in which they do so least. Where nothing
+    fits: that which needs least, or CADError, the same on every rank, where that is too much."""
     least: tuple[tuple[float, int], Cut, list[Slices]] | None = None
     best, found = float("inf"), None
-    for one in _cuts(cut):
+    # `cut`, and what needs less memory and has no fewer waves.
+    smaller = (Cut(waves, blocks, cut.granularity) for blocks, counts in _CUTS for waves in counts if waves > cut.waves)
+    for one in (cut, *smaller):
         parts = split_tasks(tick, tasks, window, one)
         slices = [build_slices(tick, part, window) for part in parts]
         needed = room_needed(room, [(part.served_rows, part.landed_rows) for part in slices])
@@ -108,12 +107,9 @@ def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[S
 
 
 def stretch(tick: Tick, parts: list[Ints], window: int | None) -> float:
-    """When the last rank is done over the most that one rank has to do, if transfers took no time.
-
-    As attention/overlap.py runs them: a rank runs its own tasks in equal shares before, between and behind the waves.
-    Behind a wave it starts one more on its way out, once the wave before is back from all ranks; and a wave is served
-    when all ranks have started it.
-    """
+    """When the last rank is done over the most that one rank has to do, if transfers took no time. As
+    attention/overlap.py runs them: own tasks in equal shares before, between and behind the waves. Behind a wave one
+    more starts, once the wave before is back from all ranks; and a wave is served when all ranks have started it."""
     served = np.zeros((len(parts), tick.ranks))
     own = np.zeros(tick.ranks)
     for part, work in zip(parts, served, strict=True):
@@ -133,13 +129,6 @@ def stretch(tick: Tick, parts: list[Ints], window: int | None) -> float:
         done += share
     most = float((served.sum(axis=0) + own).max())
     return float(done.max()) / most if most else 1.0
-
-
-def _cuts(cut: Cut) -> Iterator[Cut]:
-    """`cut`, and what needs less memory and has no fewer waves."""
-    yield cut
-    for blocks, counts in _CUTS:
-        yield from (cut._replace(waves=waves, blocks=blocks) for waves in counts if waves > cut.waves)
 
 
 def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Ints]:
@@ -181,11 +170,9 @@ def _cut_rows(each: Ints, cut: Cut) -> Ints:
 
 
 def _waves_of(each: Ints, window: int | None, cut: Cut) -> Ints:
-    """The wave of each row: a server's units in order, cut into shares of about equal work.
-
-    A unit is a head group of a document; where several servers work on one, that with the most work on it decides for
-    all. With blocks of rows each block is a unit, and shares are of about as many bytes: memory is what counts then.
-    """
+    """The wave of each row: a server's units in order, cut into shares of about equal work. A unit is a head group of a
+    document; where several servers work on one, that with the most work on it decides for all. With blocks of rows each
+    block is a unit, and shares are of about as many bytes: memory is what counts then."""
     if not len(each):
         return np.zeros(0, np.int64)
     weight = count_pairs(each[:, 1], each[:, 2], window)

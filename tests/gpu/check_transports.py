@@ -43,11 +43,9 @@ Agree = Callable[[int], "list[int]"]
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """All transports of one host, or with pretended hosts what carries exchanges between those.
-
-    `case`: a transport and how an exchange is left out, in processes of their own: what it leaves on a GPU may hold up
-    whatever runs there later.
-    """
+    """All transports of one host, or with pretended hosts what carries exchanges between those. `case`: a transport and
+    how an exchange is left out, in processes of their own: what it leaves on a GPU may hold up whatever runs there
+    later."""
     device, ranks = place.device, place.ranks
     group = open_exchange(None, timedelta(seconds=300), device)
     talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
@@ -285,10 +283,8 @@ def check_passes(transport: Transport, place: Place) -> Found:
 
 
 def check_timeout(name: str, warm: bool, group: dist.ProcessGroup, place: Place, agree: Agree) -> Found:
-    """The last rank leaves one exchange out: the others get an error in time, and their GPU goes on.
-
-    `warm`: all buffers are there already; else the exchange left out is one that makes a buffer.
-    """
+    """The last rank leaves one exchange out: the others get an error in time, and their GPU goes on. `warm`: all
+    buffers are there already; else the exchange left out is one that makes a buffer."""
     rank, ranks, device = place.rank, place.ranks, place.device
     transport = probe.choose_transport(name, group, device, agree, timeout_s=6.0)  # NCCL connects in up to 3 s
     plans = make_schedules(ranks, 1, 300)

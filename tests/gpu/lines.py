@@ -66,11 +66,9 @@ class Place:
         return found
 
     def together(self, run: Callable[[], Result]) -> Result:
-        """What `run` gives; raises Refused on every rank where some rank has a CADUnsupportedError.
-
-        Which rank sees a refusal first is a matter of time: the others may lose it in the middle of an exchange or a
-        collective, and have another error.
-        """
+        """What `run` gives; raises Refused on every rank where some rank has a CADUnsupportedError. Which rank sees a
+        refusal first is a matter of time: the others may lose it in the middle of an exchange or a collective, and have
+        another error."""
         refused, failed, result = "", None, None
         try:
             result = run()

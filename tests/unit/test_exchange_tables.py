@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_cad.exchange import native_calls
 from deepspeed_cad.exchange.native_calls import CudaCalls
-from deepspeed_cad.exchange.placement import make_placement, place, take
+from deepspeed_cad.exchange.placement import Placement, place, take
 from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.schedule import (
     QUERY,
@@ -50,7 +50,7 @@ def calls() -> CudaCalls:
 
 def test_sums_are_rounded_once(calls: CudaCalls) -> None:
     """256 contributions of 1 to 256 in bf16: adding one after the other in bf16 would stay at 256."""
-    placement = make_placement(np.array([1]), np.array([0, 256]), np.arange(256), CPU)
+    placement = Placement(torch.tensor([1]), torch.tensor([0, 256]), torch.arange(256), 256)
     home = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
     home[0, 1] = 256
     landed = torch.ones(256, 4, dtype=torch.bfloat16)

@@ -50,8 +50,6 @@ class Moment:
 
 @dataclass(frozen=True)
 class Identity:
-    """One exchange of this rank."""
-
     index: int
     """1, 2, … in the order in which the transport starts them."""
     number: int
@@ -68,7 +66,6 @@ class Register:
         self._history = 0
 
     def next(self, index: int, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
-        """The identity of the exchange that starts now; called once for each, in their order."""
         turn, layer = moment.turn % (1 << _TURN_BITS), moment.layer % (1 << _LAYER_BITS)
         wave = moment.wave % (1 << _WAVE_BITS)
         words = turn << _TURN_AT | wave << _WAVE_AT | layer << _LAYER_AT
@@ -162,7 +159,7 @@ class Comparison:
     """The numbers that reach one transport of one rank."""
 
     def __init__(self, ring: torch.Tensor, rank: int) -> None:
-        """`ring`: int64 [RING, ranks], where the numbers arrive."""
+        """`ring`: int64 [RING, ranks]."""
         self.ring, self.rank, self._copy = ring, rank, HostCopy(ring)
         self.newest = 0
         """Index of the last exchange that this rank has started."""

@@ -65,7 +65,7 @@ class Alarm:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the others go on without a server that is lost; the same on all ranks of an exchange."""
+        """Whether the others go on without a server that is lost; on all ranks alike."""
         return self.liveness.losses is not None
 
     def stop(self, reason: str) -> None:
@@ -116,30 +116,24 @@ class Watchdog:
         self, alarm: Alarm, give_up: Callable[[], None], device: torch.device | None = None,
         comparison: Comparison | None = None,
     ) -> None:  # fmt: skip
-        """`device`: that of the events."""
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
         self.end_process: Callable[[str], None] = _end_process
         self._waits: deque[_Wait] = deque()
         self._host: tuple[object, float] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._given_up = 0
-        self._gave_up_at = 0.0
+        self._given_up, self._gave_up_at, self._looked_at = 0, 0.0, 0.0
         self.freed = False
         """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
         self._lost_since: float | None = None
         self._freeing: threading.Thread | None = None
-        self._looked_at = 0.0
         self._reached: tuple[torch.cuda.Event, float] | None = None
         """What is before the oldest wait that its stream has reached, and when that was seen."""
 
     def track(
         self, before: torch.cuda.Event, after: torch.cuda.Event, label: object, then: Callable[[], None] | None = None
     ) -> None:
-        """Watch one wait; the thread starts with the first.
-
-        `label` is asked for its words if they are needed; `then` is called from the thread when the wait is over.
-        """
+        """Watch one wait; `then` is called from the watchdog's thread when it is over."""
         self._waits.append(_Wait(before, after, label, then))
         self._start()
 
@@ -155,7 +149,7 @@ class Watchdog:
 
     def wait_for(self, reached: Callable[[], bool], exchange: Identity) -> None:
         """Wait on the host for an exchange, where training goes on without a server that is lost. Raises
-        ServerLostError where one is before `reached`, which never waits, and CADPeerError as streams do.
+        ServerLostError where one is, and CADPeerError as streams do.
 
         Elsewhere streams wait, and the host queues work far ahead of its GPU: work that could not be taken back behind
         a wait that does not end. So here no stream ever waits for another rank: only when all is there is queued what
@@ -187,7 +181,7 @@ class Watchdog:
             self.alarm.check()
 
     def abandon(self) -> None:
-        """Stop watching: a server is lost, and the transport is given up."""
+        """Stop watching: the transport is given up."""
         self._stop.set()
 
     def _start(self) -> None:
@@ -236,7 +230,7 @@ class Watchdog:
                 return self._let_go(now)
 
     def _standing(self, now: float) -> Iterator[tuple[object, float]]:
-        """What does not go on, and since when: a call of the host, and the oldest wait whose stream has reached it."""
+        """What does not go on, and since when."""
         if (host := self._host) is not None:
             yield host
         if self._waits and (oldest := self._waits[0]).before.query():
@@ -245,8 +239,7 @@ class Watchdog:
             yield oldest.label, self._reached[1]
 
     def _stands(self) -> bool:
-        """Whether a wait that its stream has reached is not over, the host is inside a call, or what was to end one
-        does not come back."""
+        """Whether a stream or the host still waits, or what was to end that does not come back."""
         if self._host is not None or self._frees():
             return True
         return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
