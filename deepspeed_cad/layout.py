@@ -186,10 +186,8 @@ class Layout:
         np.minimum.at(base, seg.rank[continued], seg.offset[continued])
         key = replace(seg, offset=seg.offset - base[seg.rank]).select(continued)
         zero = np.zeros(self.ranks, dtype=np.int64)
-        return (
-            Tick(self.ranks, first, first, at, at, zero, zero),
-            Tick(self.ranks, second, key, self.tokens - at, self.tokens - base, at, base),
-        )
+        before = Tick(self.ranks, first, first, at, at, zero, zero)
+        return before, Tick(self.ranks, second, key, self.tokens - at, self.tokens - base, at, base)
 
     def can_cut(self, at: Any) -> bool:
         seg, before = self.segments, self._before(_ints(at))
@@ -205,11 +203,9 @@ class Layout:
         return np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
 
     @staticmethod
-    def from_rank_lengths(lengths: list[list[int]], tokens: Any = None) -> Layout:
+    def from_rank_lengths(lengths: list[list[int]]) -> Layout:
         """Documents that stay on their rank: `lengths[r]` are those of rank r, in order."""
-        rows = [sum(own) for own in lengths] if tokens is None else tokens
-        ends = [np.cumsum([0, *own]) for own in lengths]
-        return assemble([segments_from_cumulative(own, int(most)) for own, most in zip(ends, rows, strict=True)])
+        return assemble([segments_from_cumulative(np.cumsum([0, *own]), sum(own)) for own in lengths])
 
     @staticmethod
     def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Layout:

@@ -17,7 +17,7 @@ from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Ret
 from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import OUT
+from deepspeed_cad.schedule.waves import OUT
 from deepspeed_cad.trace import NOT_TRACED, Tracer
 
 

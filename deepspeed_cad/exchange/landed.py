@@ -5,12 +5,9 @@ missing into the same areas (nccl.py, `Strangers`).
 
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
-their own flags on their own stream: no kernel, no packing, no host synchronisation. What identities say is compared by
-the watchdog's thread (failure/identity.py). Only where training goes on without a server that is lost, the host looks
-at the flags instead of a stream (Watchdog.wait_for). Beside reserved servers each way has a copy stream and flags of
-its own: on one stream a rank's word that it has come to an exchange would wait behind what it sends the other way.
-
-Why memory is never overwritten too early is told in landing.py.
+their own flags on their own stream: no kernel, no packing, no host synchronisation. Beside reserved servers each way
+has a copy stream and flags of its own: on one stream a rank's word that it has come to an exchange would wait behind
+what it sends the other way. Why memory is never overwritten too early is told in landing.py.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from deepspeed_cad.exchange.transport import (
     leave_to_streams,
 )
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Room
 
 FLAG_BYTES, NAME_BYTES = 4, 8
 PAGE = 4096

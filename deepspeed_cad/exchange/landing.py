@@ -38,7 +38,7 @@ from deepspeed_cad.exchange.group import PeerGroup
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.exchange.transport import Returned
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import BACK, HEADROOM, OUT, Room, lane_bytes
+from deepspeed_cad.schedule.waves import BACK, HEADROOM, OUT, Room, lane_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Room
 
 UNNAMED = Moment()
 """For whoever runs exchanges outside of training."""

@@ -50,7 +50,7 @@ cost is for: backward mirrors forward. What travels again where servers keep not
 WAVES = (1, 2, 4, 8)
 """Numbers of waves among which plans choose where there are several hosts. A choice: more gain little by the model."""
 WAVES_IN_TURN = (1, 2)
-"""The same where two ticks take turns beside reserved servers: as many as go out at once (OUT in schedule/room.py). One
+"""The same where two ticks take turns beside reserved servers: as many as go out at once (OUT in schedule/waves.py). One
 more would go out only when its trainer has come back from the other tick."""
 WAVE_SECONDS = 150e-6
 """What one wave more costs a rank in a pass, for its exchanges and for kernels that fill the GPU less. A guess: two

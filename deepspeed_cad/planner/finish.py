@@ -8,17 +8,14 @@ The model of one pass, for the forward; backward is its mirror and comes after i
     server                └─► arrive ─► its tasks ───┘
              own tasks that wait for nothing ────────────────►
 
-Every rank sends and receives at once, each at the speed of a link of its own, and inside a host and between hosts at
-once. What a server waits for has arrived when the slowest of those that send to it has sent everything. Then it runs
-first; own tasks run before it and after it. Tasks of a rank that read keys of others wait like those that it serves.
-What moves may go in waves, by head groups: a part travels while the one before is served and the one before that goes
-back. Of n equal parts the first takes its turn at each of the three, and behind it the slowest of the three has n - 1
-more. Base load is time beside which transfers and servers go on. Links that several ranks share are to be given as what
-each gets while all use them, which is how they are measured.
+Every rank sends and receives at once, inside a host and between hosts. What a server waits for has arrived when the
+slowest of those that send to it has sent everything, and runs first; tasks that read keys of others wait like those
+that it serves. What moves may go in waves: of n equal parts the first takes its turn at travelling out, being served
+and travelling back, and behind it the slowest of the three has n - 1 more. Base load is time beside which transfers and
+servers go on. Links that several ranks share are to be given as what each gets while all use them.
 
-Where two ticks take turns beside reserved servers (`alternate`), a server is at the other tick until one arrives, so
-it loses no time by waiting, and what it found may come home later by what trainers have to do in the other tick. When
-ranks begin in place, `begin_in_place` says. Training and the forecast ask both alike.
+Where two ticks take turns beside reserved servers (`alternate`), a server is at the other tick until one arrives, and
+what it found may come home later by what trainers have to do in the other tick. `begin_in_place`: when ranks begin.
 """
 
 from __future__ import annotations

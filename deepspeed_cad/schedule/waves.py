@@ -1,26 +1,37 @@
-"""Waves: the tasks that ranks serve in one tick, cut into parts that travel, run and go back one behind the other.
+"""Waves: the tasks that ranks serve in one tick, cut into parts that travel, run and go back one behind the other; and
+what memory they need at once.
 
 In: a tick, the tasks of its plan, a `Cut`, or a `Room` that the parts must fit in. Out: that many schedules of one
 rank, each an exchange of its own. Pure, and the same cut on every rank.
 
 Waves are cut by head groups: all that any rank computes with the keys of a document's head group lies in one wave. So
 keys travel no more often than without waves, and what comes back for one key, from however many servers, is added at
-once. Where a head group is too much, its rows are cut into blocks too. Each block needs the keys before it, so keys
-travel several times and their gradients come back several times: more bytes, for less memory.
-Tasks that need no other rank are in no wave; the first schedule has them.
+once. Where a head group is too much, its rows are cut into blocks too, each of which needs the keys before it: more
+bytes, for less memory. Tasks that need no other rank are in no wave; the first schedule has them.
+
+Waves take places in turn, `OUT` on their way out and `BACK` on their way back; where transports keep memory between
+exchanges, each place is as large as the largest wave that ever had it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from deepspeed_cad.cost import count_pairs, window_start
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints, Tick
 from deepspeed_cad.schedule import Schedule, Slices, build_slices, expand, schedule_rank
-from deepspeed_cad.schedule.room import OUT, Room, room_needed, too_much
 
+OUT, BACK = 2, 3
+"""Waves of one tick that have memory at once, on their way out and on their way back. While one is served the next one
+comes; results of the one before are on their way, and those of the one before that are placed. So what waves need of
+memory falls with their number. Fewer would make servers wait for transfers; more would only hold memory."""
+HEADROOM = 1.25
+"""Times what is needed: memory that is kept between exchanges is made so large where the limit allows it, so that it
+does not grow with every longer document."""
 MOST = 32
 """Waves of one tick: as many as the identities of exchanges tell apart (exchange/failure/identity.py)."""
 ROW_OVER_KEY = 4
@@ -39,6 +50,23 @@ same to do, so that whoever is held up ends later."""
 FINER = 0.001
 """Of that work, what is lost for each block of rows, as kernels end with idle processors: 12 waves with 3 blocks took
 0.4 % longer to attend half a million tokens on two H200 than one wave (benchmarks/results/h200x2, commit fcc832a)."""
+
+
+class Room(NamedTuple):
+    """What the exchanges of one tick may need of memory."""
+
+    limit: float
+    out: tuple[int, int]
+    """Bytes that go out for one query row and for one key row of a head group, in the pass that has more."""
+    back: tuple[int, int]
+    """The same of what comes back."""
+    source: str = 'the key "memory"'
+    parts: int = 1
+    """Nano-batches, which have as much each: users think of the sum."""
+    headroom: float = HEADROOM
+    """Times what is needed that memory is made which is kept; see `with_headroom`."""
+    most: float = 0.0
+    """Bytes for what no cut makes fit into the limit: it gets the least that there is a cut for."""
 
 
 class Cut(NamedTuple):
@@ -211,3 +239,40 @@ def _join(each: Ints) -> Ints:
     joined = each[heads]
     joined[:, 4] = each[np.append(heads[1:], len(each)) - 1, 4]
     return joined[np.lexsort(joined.T[::-1])]
+
+
+def lane_bytes(waves: Sequence[Ints], row: tuple[int, int], lanes: int) -> list[Ints]:
+    """[ranks] bytes that land at most in each of the `lanes` places that waves take in turn. `waves`: rows of every
+    rank ([ranks, 2]). `row`: bytes of a query and of a key row."""
+    each = [rows @ np.array(row, np.int64) for rows in waves]
+    return [np.max(each[lane::lanes], axis=0) for lane in range(min(lanes, len(each)))]
+
+
+def room_needed(room: Room, waves: Sequence[tuple[Ints, Ints]]) -> tuple[float, int]:
+    """Bytes that a rank needs for waves of which so many rows land at servers and at homes, and which rank needs most.
+    Every rank makes its memory as large as the fullest one needs it; headroom is not counted."""
+    lanes = lane_bytes([served for served, _ in waves], room.out, OUT)
+    lanes += lane_bytes([landed for _, landed in waves], room.back, BACK)
+    needed = float(sum(int(lane.max(initial=0)) for lane in lanes))
+    fullest = max(lanes, key=lambda lane: int(lane.max(initial=0)))
+    return needed, int(fullest.argmax()) if len(fullest) else 0
+
+
+def with_headroom(room: Room, needed: float) -> Room:
+    """The room for a tick that needs so many bytes: with as much headroom as its limit has left, and no more."""
+    return room._replace(headroom=min(HEADROOM, max(1.0, room.limit / needed)) if needed else HEADROOM)
+
+
+def too_much(room: Room, needed: float, rank: int) -> CADError:
+    needed, limit = needed * room.parts, room.limit * room.parts
+    over = needed - limit
+    return CADError(
+        f"the attention that ranks exchange does not fit: cut into the smallest waves, what lands at rank {rank} "
+        f"needs {_size(needed)} at once, {_size(over)} more than the {_size(limit)} that {room.source} allows. Set "
+        f'"memory" to at least {needed / 2**30:.3g} (GiB), use shorter documents or more ranks, or free GPU memory by '
+        "more checkpointing"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.3g} MiB"

@@ -17,7 +17,7 @@ import torch
 from deepspeed_cad.attention.setup import CallSetup, WavesOut
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Returned, Returning
-from deepspeed_cad.schedule.room import BACK, OUT
+from deepspeed_cad.schedule.waves import BACK, OUT
 
 Serve = Callable[[int, list[torch.Tensor]], list[Returning]]
 """Runs what arrived of a wave; gives what goes back."""

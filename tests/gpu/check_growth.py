@@ -17,8 +17,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
-from deepspeed_cad.schedule.room import room_needed
-from deepspeed_cad.schedule.waves import Cut, waves_within
+from deepspeed_cad.schedule.waves import Cut, room_needed, waves_within
 
 LEFT = 256 << 20
 """Bytes that the driver still has when areas grow by several times as much."""

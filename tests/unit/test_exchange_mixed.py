@@ -32,7 +32,7 @@ from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.placement import take
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Room
 
 CPU = torch.device("cpu")
 HOSTS = [0, 0, 2, 2], [0, 1, 0, 1], [0, 0, 0, 3], [0, 1, 1, 3, 3], [0, 1], [0, 1, 2], [0, 0], [0, 1, 1, 0, 1, 5]

@@ -32,8 +32,7 @@ from deepspeed_cad.exchange.placement import place
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import OUT, Room
-from deepspeed_cad.schedule.waves import Cut, schedule_waves
+from deepspeed_cad.schedule.waves import OUT, Cut, Room, schedule_waves
 from deepspeed_cad.server.serving import ServedPass
 
 GROUPS = 3

@@ -18,8 +18,19 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.profile import SHIPPED
-from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, room_needed, with_headroom
-from deepspeed_cad.schedule.waves import LONGER, Cut, slice_waves, split_tasks, stretch, waves_within
+from deepspeed_cad.schedule.waves import (
+    BACK,
+    HEADROOM,
+    LONGER,
+    Cut,
+    Room,
+    room_needed,
+    slice_waves,
+    split_tasks,
+    stretch,
+    waves_within,
+    with_headroom,
+)
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 LONG = Layout.from_stream([1 << 20], 4, 1 << 18)

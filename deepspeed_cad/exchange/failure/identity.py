@@ -2,8 +2,7 @@
 
 Exchanges are paired by order: the n-th of one rank with the n-th of every other. Where a rank leaves a part out, say
 because its script caught an exception and went on, the order is the same and the meaning is not. So each exchange has
-a number that says where in training it lies; both ends have computed it from what they know. In: `Moment`, nano-batch,
-direction and schedule of every exchange. Out: one `Identity` each, and words for what differs.
+a number that says where in training it lies, computed at both ends from what they know.
 
 Ranks compare on the host, behind the GPU. Numbers arrive in a ring in device memory, [RING, ranks], row n % RING for
 exchange n: peers write them just before their flag, or they are received ahead of messages. Once the stream has passed
