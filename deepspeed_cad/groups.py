@@ -31,7 +31,6 @@ class Groups:
     """What one process is a member of; groups are None where it trains alone."""
 
     servers: NoServers
-    """What there is of them."""
     cpu: dist.ProcessGroup | None = None
     """The trainers, over gloo; the look-ahead gathers here. None where there is one trainer."""
     exchange: Group | None = None
@@ -44,7 +43,6 @@ class Groups:
     """The name of every trainer's host in this CAD group, for messages."""
 
     def close(self) -> None:
-        """Release the groups; the servers must have been left."""
         for group in (self.cpu, self.exchange):
             if isinstance(group, OwnGroup):
                 group.close()

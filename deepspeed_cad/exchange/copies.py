@@ -17,19 +17,7 @@ import torch
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.schedule import (
-    GROUP,
-    HOME,
-    HOME_ROW,
-    KEY,
-    KIND,
-    QUERY,
-    ROWS,
-    SERVER,
-    SERVER_ROW,
-    STAGE_ROW,
-    Schedule,
-)
+from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
 
 ALIGNMENT = 256
 """Bytes: every field of a landing area begins at a multiple."""
@@ -53,16 +41,15 @@ class PushTable:
 
 def dispatch_pushes(schedule: Schedule) -> PushTable:
     """From the homes' tensors into the servers' group-major buffers; what a rank serves itself included."""
-    table = np.concatenate([schedule.sends, schedule.own])
-    columns = [table[:, KIND], table[:, HOME_ROW], table[:, GROUP], table[:, SERVER_ROW], table[:, ROWS]]
-    return _pushes(schedule, table[:, SERVER], np.stack(columns, axis=1), schedule.served_rows)
+    kind, _, server, group, home_row, server_row, rows, _ = np.concatenate([schedule.sends, schedule.own]).T
+    return _pushes(schedule, server, np.stack([kind, home_row, group, server_row, rows], axis=1), schedule.served_rows)
 
 
 def return_pushes(schedule: Schedule) -> PushTable:
     """From the servers' group-major tensors into the homes' landing areas; own slices stay where they are."""
-    table = schedule.receives
-    columns = [table[:, KIND], table[:, SERVER_ROW], 0 * table[:, GROUP], table[:, STAGE_ROW], table[:, ROWS]]
-    return _pushes(schedule, table[:, HOME], np.stack(columns, axis=1), schedule.landed_rows)
+    kind, home, _, group, _, server_row, rows, stage_row = schedule.receives.T
+    slices = np.stack([kind, server_row, 0 * group, stage_row, rows], axis=1)
+    return _pushes(schedule, home, slices, schedule.landed_rows)
 
 
 def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) -> PushTable:

@@ -32,8 +32,6 @@ LETTING_GO_S = 1.0
 
 @dataclass(frozen=True, eq=False)
 class OwnGroup:
-    """A process group outside of torch's world."""
-
     rank: int
     ranks: int
     name: str
@@ -124,7 +122,6 @@ def name_of(group: Group) -> str:
 
 
 def processes_of(group: Group) -> dist.ProcessGroup:
-    """What torch's collectives take."""
     return group.processes if isinstance(group, OwnGroup) else group
 
 
@@ -140,7 +137,6 @@ class PeerGroup:
     members: Table
     """Ranks of the CAD group, ascending."""
     place: int
-    """Where this rank is among them."""
     handle: dist.ProcessGroup | str | None
     """What torch's symmetric memory calls them; None: a rank alone, whose memory nobody else maps."""
     registered: tuple[dist.ProcessGroup, dist.Store] | None = None

@@ -74,8 +74,6 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """What is made once per schedule."""
-
     dispatch: PushTable
     give_back: PushTable
     placements: tuple[Placement, ...]
@@ -84,8 +82,6 @@ class _Tables:
 
 
 class LandingTransport(Transport):
-    """See the top of this file, and Transport."""
-
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None = None) -> None:
         """Collective. `near`: one number for every rank; ranks with the same number copy, all others get messages.
         None: all copy."""
@@ -168,11 +164,11 @@ class LandingTransport(Transport):
         if lane.give_back:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
-        addresses, landed = self._prepare(tables, back.area, schedule.landed_rows, shapes)
+        addresses, landed = self._prepare(tables, back, schedule.landed_rows, shapes)
         for row, f in zip(addresses, fields):
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         under_way = self._start(self._back, [f.served for f in fields], moment, nano_batch, True, schedule)
-        self._push(under_way, tables.give_back, addresses, back.area, (self._out, lane.dispatch))
+        self._push(under_way, tables.give_back, addresses, back, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
         back.unfinished = UnderWay(under_way, partial(self._place, tables.placements, fields, landed))
         if self.strangers is not None:
@@ -356,7 +352,6 @@ class _Pushed:
     """Held until the copies that read them are ordered before whatever reuses their memory."""
     producer: torch.cuda.Stream
     readers: list[torch.cuda.Stream]
-    """Where sources are read."""
 
     def __del__(self) -> None:
         # An error fell before `wait`.

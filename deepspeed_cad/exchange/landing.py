@@ -119,13 +119,13 @@ def _allocate(
 
 @dataclass(eq=False)
 class LandingArea:
-    """One landing area that grows in lockstep."""
-
     label: str
     capacity: int = 0
     last_operation: int = 0
     """Number of the exchange that filled it last."""
     memory: SymmetricBuffer | None = None
+    unfinished: Returned | None = None
+    """What is under way on the way back."""
 
     @property
     def buffer(self) -> SymmetricBuffer:
@@ -160,21 +160,11 @@ class OutLane:
         return self.areas[self.filled]
 
 
-@dataclass(eq=False)
-class BackLane:
-    """A place on the way back: its area and what is under way."""
-
-    area: LandingArea
-    unfinished: Returned | None = None
-
-
 class Lanes:
-    """All lanes of a transport."""
-
     def __init__(self, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
         self.peers, self.device, self.roll_call = peers, device, roll_call
         self._out: dict[tuple[int, int], OutLane] = {}
-        self._back: dict[tuple[int, int], BackLane] = {}
+        self._back: dict[tuple[int, int], LandingArea] = {}
 
     def out(self, nano_batch: int, wave: int) -> OutLane:
         """Where a wave of a nano-batch lands at its servers."""
@@ -193,10 +183,10 @@ class Lanes:
             )
         back.unfinished = None
 
-    def back(self, nano_batch: int, wave: int) -> BackLane:
+    def back(self, nano_batch: int, wave: int) -> LandingArea:
         key = nano_batch, wave % BACK
         if key not in self._back:
-            self._back[key] = BackLane(_area("back", *key))
+            self._back[key] = _area("back", *key)
         return self._back[key]
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> bool:
@@ -204,7 +194,7 @@ class Lanes:
         out = lane_bytes([one.served_rows for one in schedules], room.out, OUT)
         back = lane_bytes([one.landed_rows for one in schedules], room.back, BACK)
         areas = [self.out(nano_batch, number).areas[0] for number in range(len(out))]
-        areas += [self.back(nano_batch, number).area for number in range(len(back))]
+        areas += [self.back(nano_batch, number) for number in range(len(back))]
         # Each field begins at a multiple of an alignment.
         needed = [(area, size + FIELDS * ALIGNMENT) for area, size in zip(areas, out + back, strict=True)]
         return self.grow(needed, room.headroom)
@@ -237,8 +227,7 @@ class Lanes:
     def areas(self) -> Iterator[LandingArea]:
         for out in self._out.values():
             yield from out.areas
-        for back in self._back.values():
-            yield back.area
+        yield from self._back.values()
 
     def release(self) -> None:
         self._out.clear()

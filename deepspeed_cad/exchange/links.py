@@ -88,7 +88,6 @@ def peer_schedule(peers: list[list[int]], rank: int, groups: int, tokens: int) -
 def _time_pairs(
     transport: Transport, device: torch.device, rank: int, peers: list[list[int]], gather: Gather, enough_s: float
 ) -> float:
-    """The speed of one kind of link, from exchanges that grow until they last long enough."""
     dispatches = 0
 
     def prepare(rows: int) -> tuple[Schedule, Callable[[int], list[int]]]:

@@ -74,8 +74,6 @@ class CudaCalls:
 
 
 class NcclCalls:
-    """One NCCL communicator."""
-
     def __init__(self, unique_id: bytes, ranks: int, rank: int) -> None:
         self._communicator, self._leaving = _P(), threading.Lock()
         native.call("cad_nccl_join", unique_id, ranks, rank, ctypes.byref(self._communicator))

@@ -162,7 +162,6 @@ class Messenger:
 class Parcel:
     identity: Identity
     packed: list[torch.Tensor]
-    """Held until the transfer is over."""
     arrived: list[torch.Tensor]
     producer: torch.cuda.Stream
     messages: torch.cuda.Stream
@@ -295,7 +294,6 @@ class Strangers:
     def returning(
         self, schedule: Schedule, fields: list[Returning], landed: list[torch.Tensor]
     ) -> tuple[Messenger, Table, list[torch.Tensor]]:
-        """The same of a return."""
         parts = [self._look_up(schedule)[f.kind][0] for f in fields]
         runs = [(part.served, part.landed) for part in parts]
         return self.messages.back, list_messages(runs, [f.served for f in fields], landed), []

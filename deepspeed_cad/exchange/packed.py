@@ -35,8 +35,6 @@ Counts = list[tuple[Table, Table]]
 
 
 class PackedTransport(Transport):
-    """See the top of this file, and Transport."""
-
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         super().__init__(group, device, alarm)
         self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, ...]] = WeakKeyDictionary()

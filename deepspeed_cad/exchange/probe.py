@@ -46,12 +46,9 @@ DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A group of ranks, and what they exchange through."""
-
     group: Group
     transport: Transport
     hosts: list[int]
-    """Number of every rank's host."""
     links: Links = Links(None, None, "not measured")
 
 
@@ -199,7 +196,6 @@ def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: A
 
 
 def _local_refusal(name: str, device: torch.device) -> str | None:
-    """What is missing in this process."""
     if device.type != "cuda":
         return f"it needs NVIDIA GPUs, this rank computes on {device.type}"
     if torch.version.hip is not None:

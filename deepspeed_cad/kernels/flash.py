@@ -256,7 +256,6 @@ def _accepted(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def new_gradients(qkv: Three) -> Three:
-    """Contiguous, to be filled."""
     q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv)
     return q, k, v
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Q, K and V, or their gradients."""
 
 
 @dataclass(frozen=True)

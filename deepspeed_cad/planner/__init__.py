@@ -5,9 +5,8 @@ Python asks, tries and judges; the compiled core (csrc/planner*.cpp, called by `
 where links are slow, and times each (`finish.py`). Names in capitals are numbers in `constants.py`, names
 like kSlack are in csrc/planner_constants.h; each number stands with where it comes from.
 
-1. *Start at home.* Every rank runs its own rows. If all ranks would then finish within the tolerance of the mean, that
-   is the plan. The mean is the time at which all work is done if every rank starts at its base load, works at its own
-   speed, and all stop together (planner_levels.cpp).
+1. *Start at home.* Every rank runs its own rows. If all would then finish within the tolerance of the mean, that is the
+   plan. The mean is when all work is done if all start at their base loads and stop together (planner_levels.cpp).
 2. *Levels.* Otherwise ranks are to end within BAND of the tolerance. A rank above its level gives what is above, a rank
    below takes what is missing. Levels are set so that both sums agree and no more moves than must. Rounds repeat with a
    looser aim (kAims) until every rank is within the tolerance or the aims are used up (`balance` in planner.cpp).
@@ -32,9 +31,8 @@ like kSlack are in csrc/planner_constants.h; each number stands with where it co
    back, and why, is in the plan's notes.
 
 To change it: change the C++, run `make native`, then tests/unit/test_planner*.py and `python benchmarks/planner.py`.
-The tests know nothing of how a plan is found: they count it again from its tasks (tests/plan_checks.py), compare it
-with the best plans of small inputs (test_planner_optimum.py), and hold the fingerprints that every compiler must give:
-all ranks plan for themselves, so sums are taken in rank order and the compiler must not fuse or reorder them.
+The tests count plans again from their tasks (tests/plan_checks.py), compare them with the best of small inputs, and
+hold the fingerprints that every compiler must give: sums are taken in rank order, and it must not fuse or reorder them.
 """
 
 from deepspeed_cad.planner.answer import make_plan

@@ -46,7 +46,6 @@ def make_plan(problem: PlanInput) -> Plan:
 
 
 def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
-    """Why a rank is out of the tolerance, if one is."""
     speed, finish = problem.speeds, mean_finish(problem, work)
     least, most = (
         np.where(speed > 0, speed * np.maximum(finish * share - problem.floors, 0.0), 0.0)

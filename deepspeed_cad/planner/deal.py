@@ -35,7 +35,6 @@ class Step:
     rank: Ints
     micro_batch: Ints
     length: Ints
-    """Tokens."""
     tokens: Ints
     """[ranks, micro-batches] of each row, padding included."""
     padded: bool = False
@@ -58,7 +57,6 @@ class Step:
         return found
 
     def whole(self, rank: Ints, micro_batch: Ints) -> Pieces:
-        """Each document in one piece."""
         return Pieces(np.arange(len(self.length)), np.zeros_like(self.length), self.length, rank, micro_batch)
 
 

@@ -27,19 +27,7 @@ import numpy as np
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Ints, Tick
 from deepspeed_cad.planner.constants import BISECTIONS, FORWARD_SHARE, TRAVELS, WAVE_SECONDS
-from deepspeed_cad.planner.plan import (
-    BETWEEN,
-    INSIDE,
-    O_RECEIVED,
-    O_SENT,
-    QKV_RECEIVED,
-    QKV_SENT,
-    Alternation,
-    Bools,
-    Floats,
-    Flows,
-    PlanInput,
-)
+from deepspeed_cad.planner.plan import Alternation, Bools, Floats, Flows, PlanInput
 
 
 class Routes(NamedTuple):
@@ -48,7 +36,7 @@ class Routes(NamedTuple):
     home: Ints
     server: Ints
     where: Ints
-    """INSIDE or BETWEEN."""
+    """INSIDE or BETWEEN (planner/plan.py)."""
     waves: Floats
     """[ranks]: in how many parts travels what each serves: no more than there are head groups, where a server has fewer
     the other waves are empty."""
@@ -128,12 +116,12 @@ def find_trips(
 ) -> tuple[Routes, tuple[tuple[Trip, Trip], tuple[Trip, Trip]]]:
     """Who exchanges with whom; what moves there and back in forward, and in backward. `per_byte`: [2] seconds."""
     home, server, with_rows = flows.pairs.T
-    times = flows.bytes * per_byte[:, None]
+    qkv_sent, qkv_received, o_sent, o_received = flows.bytes * per_byte[:, None]
     host = np.zeros(len(flows.parts), np.int64) if hosts is None else np.asarray(hosts)
-    where = np.where(host[home] == host[server], INSIDE, BETWEEN)
+    where = (host[home] != host[server]).astype(np.int64)
     every = np.ones(len(home), bool)
-    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
-    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows > 0)
+    qkv = Trip(qkv_sent, qkv_received, every)
+    o = Trip(o_received, o_sent, with_rows > 0)
     # Backward: dO goes out, and Q, K and V once more, which servers do not keep; dQ, dK and dV come home.
     again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     return Routes(home, server, where, np.clip(flows.parts, 1.0, waves)), ((qkv, o), (again, qkv))

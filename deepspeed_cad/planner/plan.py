@@ -97,7 +97,6 @@ class PlanInput:
 
     @cached_property
     def speeds(self) -> Floats:
-        """[ranks]"""
         given = np.ones(self.tick.ranks) if self.speed is None else self.speed
         return np.ascontiguousarray(given, np.float64)
 

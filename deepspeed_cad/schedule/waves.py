@@ -42,8 +42,6 @@ _CUTS = (
 )  # fmt: skip
 """Blocks, and numbers of waves with each, that are tried for a room, in this order: whole head groups first, because
 rows cut into blocks take keys along several times. Up to 3 waves need hardly less than one."""
-
-
 LONGER = 1.005
 """Times the work of the fullest rank that waves may take: with more, other cuts are looked at. Plans give all ranks the
 same to do, so that whoever is held up ends later."""
@@ -70,8 +68,6 @@ class Room(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Into what a tick is cut."""
-
     waves: int = 1
     blocks: int = 0
     """0: waves have about equal work. Else about equally many bytes, for memory, and head groups have so many blocks of
@@ -95,8 +91,8 @@ def schedule_waves(
     tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut
 ) -> tuple[Schedule, ...]:
     """The schedules of one rank ([n, 6] tasks, see Plan.tasks)."""
-    parts = slice_waves(tick, tasks, window, cut)
-    return tuple(schedule_rank(tick, part, rank, groups, window) for part in parts)
+    slices = (build_slices(tick, part, window) for part in split_tasks(tick, tasks, window, cut))
+    return tuple(schedule_rank(tick, part, rank, groups, window) for part in slices)
 
 
 def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room) -> Waves:
@@ -127,11 +123,6 @@ def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | 
             raise too_much(room, *least[0])
         found = least[1:]
     return Waves(found[0], tuple(schedule_rank(tick, part, rank, groups, window) for part in found[1]))
-
-
-def slice_waves(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[Slices]:
-    """The slices of all ranks, by waves."""
-    return [build_slices(tick, part, window) for part in split_tasks(tick, tasks, window, cut)]
 
 
 def stretch(tick: Tick, parts: list[Ints], window: int | None) -> float:
@@ -186,7 +177,6 @@ def _run_alone(tick: Tick, tasks: Ints, window: int | None) -> np.ndarray:
 
 
 def _cut_rows(each: Ints, cut: Cut) -> Ints:
-    """Tasks with blocks of rows no longer than the longest task's share."""
     rows = each[:, 2] - each[:, 1]
     most = -(-int(rows.max(initial=1)) // cut.blocks)
     step = -(-most // cut.granularity) * cut.granularity

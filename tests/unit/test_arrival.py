@@ -19,7 +19,6 @@ from deepspeed_cad.exchange.failure.identity import Flags, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import MemoryStore
-from deepspeed_cad.native import NativeCallError
 
 
 class Losses:
@@ -117,16 +116,6 @@ def test_waits_end_by_force_and_not_because_all_is_there(monkeypatch: pytest.Mon
     with pytest.raises(ServerLostError):
         side.wait(lambda: True)
     side.dog.abandon()
-
-
-def test_a_call_that_fails_with_a_server_says_so() -> None:
-    side = Side()
-    assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("remote error")), ServerLostError)
-    side = Side()
-    side.losses.reason = "server 1 ended"
-    assert isinstance(side.alarm.explain("exchange 7", NativeCallError("remote error")), ServerLostError)
-    side.alarm.stop("ranks differ")
-    assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("x")), ServerLostError)
 
 
 def _gather(store: dist.Store, counter: int, rank: int) -> list[bytes]:

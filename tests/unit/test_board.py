@@ -111,24 +111,6 @@ def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
 # What this rank knows of itself
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
-    """A loader on a thread of its own may wait while this rank goes on to train."""
-    monkeypatch.setattr(worker_room, "TELL_S", 0.02)
-    worker, told = Worker(), []
-    heard = threading.Event()
-    worker.while_blocked = lambda: (told.append(worker.is_idle), heard.set())
-    if trains:
-        worker.trains_here()
-    assert worker.is_idle
-    assert worker.run(lambda: heard.wait(None if trains else 0.2)) is trains
-    assert bool(told) == trains and not any(told)
-    told.clear()
-    monkeypatch.setattr(worker_room, "TELL_S", 60.0)
-    assert worker.run(lambda: "quick") == "quick" and not told
-    worker.close()
-
-
 def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_room, "GRACE_S", 0.0)
     worker, may_end = Worker(timeout_s=0.1), threading.Event()
@@ -211,11 +193,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_nobody_waits_much_longer_than_is_needed(clock: list[float], there_s: float, longest_pause_s: float) -> None:
     assert wait_until(lambda: clock[-1] >= there_s, math.inf, longest_pause_s=longest_pause_s)
     assert clock[-1] - there_s <= min(max(there_s / 8, 20e-6), longest_pause_s) + 1e-9
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, 1.0])
-def test_time_is_up_and_it_was_asked_again(clock: list[float], timeout_s: float) -> None:
-    assert wait_until(lambda: "", timeout_s) == "" and timeout_s <= clock[-1] <= timeout_s + 0.25
 
 
 def test_it_looks_around_now_and_then_and_says_once_that_it_is_late(clock: list[float]) -> None:

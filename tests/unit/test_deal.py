@@ -141,12 +141,6 @@ def test_documents_are_cut_where_they_are_longer_than_a_share(hosts: np.ndarray 
     assert hosts is not None or (dealt.tokens.max(axis=0) <= dealt.tokens.mean(axis=0) + 2).all()
 
 
-def test_full_rows_stay() -> None:
-    """Packed rows with equal tokens: no document fits elsewhere, and attention that moves makes them even anyway."""
-    step = step_of([[[100]], [[10] * 10], [[50, 50]]])
-    assert deal(step, costs_of(step), 0.05) is None
-
-
 def test_hosts_are_even_first() -> None:
     """A long document makes its rank late: its host gets less else, so that attention moves inside the host."""
     rows = [[[200]], [[20] * 10], [[20] * 10], [[20] * 60]]

@@ -38,17 +38,6 @@ def test_plans_of_any_kind_are_plans(problem: PlanInput) -> None:
     check_plan(problem, make_plan(problem))
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_thousands_of_them(part: int) -> None:
-    for seed in range(part, 2400, 8):
-        problem = random_problem(seed)
-        for kept in (-1, 0, 1):
-            check_solution(problem, solve(problem, Aim(problem.tolerance, kept=kept)))
-        check_plan(problem, make_plan(problem))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     problems(),

@@ -1,4 +1,4 @@
-"""The question as a JSON file, field by field; how documents are packed."""
+"""The question as a JSON file, field by field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.packing import pack
 from deepspeed_cad.planner import HeadShape, PlanInput
 from deepspeed_cad.planner.question import KEYS, read_question
 
@@ -114,28 +113,3 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     caplog.clear()
     read_question(LISTS)
     assert not caplog.text
-
-
-@pytest.mark.parametrize(
-    ("lengths", "spanning", "steps"),
-    [
-        (
-            [5, 3, 20, 4, 1, 7],
-            True,
-            [
-                [[0, 0, 5, 0, 0], [1, 0, 3, 0, 5], [2, 0, 2, 0, 8], [2, 2, 12, 1, 0]],
-                [[0, 0, 8, 0, 0], [1, 0, 2, 0, 8], [1, 2, 4, 1, 0], [2, 0, 1, 1, 2], [3, 0, 7, 1, 3]],
-            ],
-        ),
-        (
-            [5, 5, 10, 25],
-            False,
-            [[[0, 0, 5, 0, 0], [1, 0, 5, 0, 5], [2, 0, 10, 1, 0]], [[0, 0, 10, 0, 0], [1, 0, 10, 1, 0]]],
-        ),
-        ([4, 7, 3, 10], False, [[[0, 0, 4, 0, 0], [1, 0, 7, 1, 0], [2, 0, 3, 1, 7]]]),
-        ([20], True, [[[0, 0, 10, 0, 0], [0, 10, 20, 1, 0]]]),
-    ],
-)
-def test_packing(lengths: list[int], spanning: bool, steps: list) -> None:
-    found = [layout.segments.to_array().tolist() for layout in pack(lengths, 2, 10, spanning)]
-    assert found == steps

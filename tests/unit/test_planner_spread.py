@@ -68,27 +68,6 @@ def test_what_lies_at_a_server_is_what_its_schedule_says(problem: PlanInput, kep
     np.testing.assert_array_equal(found.flows.served, slices.served_rows.T)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "ranks", "shape", "fields"),
-    [
-        ([MILLION // 2], 2, BIG, {}),
-        ([MILLION // 2], 4, HeadShape(32, 1, 128, 128, 2), {}),
-        ([MILLION // 2], 4, HeadShape(32, 2, 128, 128, 2), {}),
-        ([MILLION // 2], 4, BIG, {"window": 4096}),
-        ([MILLION // 2], 4, BIG, {"window": MILLION // 8}),
-        ([70_000] * 7, 8, BIG, {}),
-    ],
-    ids=["two ranks", "one head group", "two head groups", "window", "window of a rank", "two ranks each"],
-)
-def test_home_stays_the_start(lengths: list[int], ranks: int, shape: HeadShape, fields: dict[str, Any]) -> None:
-    problem = ask(lengths, ranks, -(-sum(lengths) // ranks), shape, **fields)
-    found, homes = make_plan(problem), [start(problem, -1), even_at_home(problem)]
-    assert any(
-        np.array_equal(found.received_bytes, home.flows.received) and np.array_equal(found.load, home.work)
-        for home in homes
-    )
-
-
 @pytest.mark.parametrize("between", [1.0, 10.0, 50.0, 400.0])
 def test_over_hosts_only_where_it_pays(between: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ask([MILLION], 8, MILLION // 8, hosts=np.arange(8) // 4, cost=with_links(H200, 362.0, between))

@@ -49,13 +49,6 @@ def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
         one.call("making it")
 
 
-def test_a_meeting_ends_where_the_alarm_sounds() -> None:
-    one = member(dist.HashStore(), 0, 2)
-    threading.Timer(0.1, lambda: one.alarm.stop("ranks differ")).start()
-    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
-        one.call("making it")
-
-
 @pytest.fixture()
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Symmetric memory of which a rank has only `most` bytes; threads are ranks."""

@@ -18,6 +18,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.profile import SHIPPED
+from deepspeed_cad.schedule import build_slices
 from deepspeed_cad.schedule.waves import (
     BACK,
     HEADROOM,
@@ -25,7 +26,6 @@ from deepspeed_cad.schedule.waves import (
     Cut,
     Room,
     room_needed,
-    slice_waves,
     split_tasks,
     stretch,
     waves_within,
@@ -38,7 +38,7 @@ LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
 
 
 def needed(tasks: np.ndarray, cut: Cut, room: Room, layout: Layout = LONG) -> float:
-    parts = slice_waves(layout.tick(), tasks, None, cut)
+    parts = [build_slices(layout.tick(), part) for part in split_tasks(layout.tick(), tasks, None, cut)]
     return room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])[0]
 
 

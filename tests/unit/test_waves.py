@@ -13,7 +13,7 @@ from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, build_slices
-from deepspeed_cad.schedule.waves import Cut, slice_waves, split_tasks
+from deepspeed_cad.schedule.waves import Cut, split_tasks
 
 SINKS = torch.linspace(-1, 2, HEADS)
 EXACT = ("two", "odd", "hundreds", "a rank with no tokens", "documents over borders", "a tail of padding")
@@ -82,7 +82,7 @@ def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
     tick = Layout.from_rank_lengths([[1000], [8]]).tick()
     tasks = np.array([(0, 100, 1000, 0, 1, 1), (0, 0, 100, 0, 1, 0), (1, 0, 8, 0, 1, 1)])
     rows = [
-        [part.served_rows[1].tolist() for part in slice_waves(tick, tasks, None, cut)]
+        [build_slices(tick, part).served_rows[1].tolist() for part in split_tasks(tick, tasks, None, cut)]
         for cut in (Cut(4), Cut(4, 4), Cut(4, 4, 200))
     ]
     assert sorted(rows[0]) == [[0, 0], [0, 0], [0, 0], [900, 1000]]

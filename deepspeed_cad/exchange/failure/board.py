@@ -28,17 +28,13 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure.patience import (
-    EXCHANGE_PAUSE_S,
-    WORDS_S,
-    PatientStore,
-    SilentStoreError,
-    wait_until,
-)
+from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, PatientStore, SilentStoreError, wait_until
 from deepspeed_cad.notice import counted
 
 REMEMBERED = 256
 """Micro-batches that a rank remembers to have trained, or dropped: far more than are ever in flight."""
+WORDS_S = 5.0
+"""How long survivors wait for each other's word before they call the silent ranks dead."""
 LOST = "lost its peers"
 """How a rank says that it stopped because others did, before it knows which."""
 MOST = 2000
@@ -136,7 +132,6 @@ class Liveness:
         self.write(f"dropped/{self.rank}", " ".join(map(str, self._dropped)))
 
     def take(self, micro_batch: int) -> None:
-        """This rank trains the micro-batch of this turn."""
         self._taken.append(micro_batch)
 
     def block(self, collectives: int, subject: str) -> None:
@@ -284,7 +279,6 @@ class Liveness:
         return dict(sorted({**self.left(ranks, exchange, collective), **errors}.items()))
 
     def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
-        """The lines that ranks have left, of those that have."""
         keys = {f"{kind}/{rank}": rank for rank in ranks}
         return {keys[key]: line for key, line in self.store.read([*keys]).items()}
 

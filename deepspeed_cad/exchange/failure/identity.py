@@ -59,8 +59,6 @@ class Identity:
 
 
 class Register:
-    """Gives every exchange of one transport its identity."""
-
     def __init__(self) -> None:
         self._history = 0
 
@@ -76,7 +74,6 @@ class Register:
 
 
 def describe(number: int) -> str:
-    """What the upper bits of a number say."""
     words = number >> _CHECK_BITS
     turn, layer = words >> _TURN_AT, words >> _LAYER_AT & ((1 << _LAYER_BITS) - 1)
     way = "return" if words & 1 else "dispatch"
@@ -158,7 +155,6 @@ class Comparison:
     """The numbers that reach one transport of one rank."""
 
     def __init__(self, ring: torch.Tensor, rank: int) -> None:
-        """`ring`: int64 [RING, ranks]."""
         self.ring, self.rank, self._copy = ring, rank, HostCopy(ring)
         self.newest = 0
         """Index of the last exchange that this rank has started."""

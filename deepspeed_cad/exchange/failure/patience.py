@@ -22,8 +22,6 @@ LOOK_S = 0.5
 """Between two looks at the error board while a rank waits."""
 LATE_S = 10.0
 """Of waiting after which ranks that did not come are named."""
-WORDS_S = 5.0
-"""How long survivors wait for each other's word before they call the silent ranks dead."""
 FIRST_PAUSE_S, EXCHANGE_PAUSE_S, PAUSE_S = 20e-6, 1e-3, 0.25
 """Between two questions: at first; at most where an exchange is waited for; at most where many ranks ask one store."""
 SHARE = 1 / 8

@@ -60,7 +60,6 @@ class Alarm:
 
     @property
     def sounded(self) -> bool:
-        """Whether the transport has stopped."""
         return bool(self._waited_for or self._reason)
 
     @property
@@ -181,7 +180,6 @@ class Watchdog:
             self.alarm.check()
 
     def abandon(self) -> None:
-        """Stop watching: the transport is given up."""
         self._stop.set()
 
     def _start(self) -> None:
@@ -230,7 +228,6 @@ class Watchdog:
                 return self._let_go(now)
 
     def _standing(self, now: float) -> Iterator[tuple[object, float]]:
-        """What does not go on, and since when."""
         if (host := self._host) is not None:
             yield host
         if self._waits and (oldest := self._waits[0]).before.query():
