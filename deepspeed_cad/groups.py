@@ -51,14 +51,8 @@ class Groups:
 
 
 def open_groups(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:
-    """Connect this rank to all others. Collective over trainers, and over servers where there are any.
-
-    Args:
-        config: the session's.
-        device: where this rank computes.
-        replica: the ranks that divide heads with this one; None: it has all of them.
-        rank: of this process among the trainers.
-        ranks: how many they are.
+    """Connect this rank, one of `ranks` trainers, to all others. Collective over trainers, and over servers where there
+    are any. `replica`: the ranks that divide heads with this one; None: it has all of them.
 
     Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
     beside servers or what else is not built there, and CADPeerError where ranks do not reach each other.
@@ -133,14 +127,8 @@ def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
 
 def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, exchanges: bool) -> Profile:
     """The costs that rank 0 finds, because profiles measured on two machines are never equal, and plans must be.
-    Collective; raises on all ranks what went wrong on rank 0.
-
-    Args:
-        config: the session's.
-        device: where this rank computes.
-        group: the trainers; None where there is one.
-        exchanges: other ranks run attention too, so that costs are weighed against transfers, as ratios cannot be.
-    """
+    Collective; raises on all ranks what went wrong on rank 0. `group`: the trainers; None where there is one.
+    `exchanges`: other ranks run attention too, so that costs are weighed against transfers, as ratios cannot be."""
     found: list[Profile | CADError | None] = [None]
     if group is None or dist.get_rank(group) == 0:
         try:

@@ -33,16 +33,7 @@ from deepspeed_cad.exchange.landing import LandingArea, Lanes, make_buffers
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nccl import Messenger, Strangers
 from deepspeed_cad.exchange.placement import Placement, check_home, find_placement, place
-from deepspeed_cad.exchange.transport import (
-    UNNAMED,
-    Dispatched,
-    Outgoing,
-    Returned,
-    Returning,
-    Transport,
-    UnderWay,
-    leave_to_streams,
-)
+from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning, Transport, UnderWay, leave_to_streams
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
 from deepspeed_cad.schedule.waves import Room
 
@@ -137,7 +128,7 @@ class LandingTransport(Transport):
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
-    ) -> Dispatched:
+    ) -> UnderWay[list[torch.Tensor]]:
         """See Transport.dispatch. What arrives is valid until its return, or the next dispatch on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane = self._lanes.out(nano_batch, moment.wave)
@@ -157,7 +148,7 @@ class LandingTransport(Transport):
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
-    ) -> Returned:
+    ) -> UnderWay[None]:
         """See Transport.give_back. It must be waited for before the next exchange on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane, back = self._lanes.out(nano_batch, moment.wave), self._lanes.back(nano_batch, moment.wave)

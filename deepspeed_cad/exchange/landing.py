@@ -7,15 +7,11 @@ every rank decides it from the same plan, at the same exchange.
 Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
-"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
-served tasks run beside local ones: the training stream waits for that before it places what came back. Where ways are
-apart, flag p is the one of the way of n.
-Nano-batches have lanes of their own.
+"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream: the
+training stream waits for that before it places what came back. Where ways are apart, flag p is the one of the way of n.
   Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
-  a peer whose flag has reached that return.
-  Only where dispatches follow each other without a return (links are timed so), a second area takes turns with the
-  first: what landed is valid until the next dispatch, so the area of the one before last is free at a peer whose flag
-  has reached the last one.
+  a peer whose flag has reached that return. Only where dispatches follow each other without a return (links are timed
+  so), a second area takes turns with the first, and is free at a peer whose flag has reached the last dispatch.
   Return: one area per lane. A return must be waited for before the next dispatch starts whose return takes its lane
   (checked), so the area is free at a peer whose flag has reached that dispatch.
 """

@@ -30,8 +30,7 @@ MORE = 8
 MOST_ROWS = {"cuda": 4096, "cpu": 512}
 """50 MB on GPUs: at 360 GB/s that takes five times as long as it takes to start. 6 MB on CPUs."""
 IN_ONE_GO = {"cuda": 16, "cpu": 1}
-"""Most exchanges between two looks at the clock: on GPUs starting one hides behind the one before, and what ranks begin
-apart is spread over all of them."""
+"""Most exchanges between two looks at the clock: on GPUs starting one hides behind the one before."""
 ONE_GO_S = 0.02
 """No more exchanges in one go than this should take."""
 ROUNDS = 3
@@ -91,8 +90,7 @@ def _time_pairs(
     dispatches = 0
 
     def prepare(rows: int) -> tuple[Schedule, Callable[[int], list[int]]]:
-        # One schedule for all rounds of a size: transports make tables for each that they see first, in training ahead
-        # of many layers.
+        # One schedule for all rounds of a size: transports make tables for each that they see first.
         schedule = peer_schedule(peers, rank, GROUPS, rows)
         fields = [
             Outgoing(kind, torch.zeros(schedule.query_tokens, GROUPS, width, device=device, dtype=ELEMENT))

@@ -72,13 +72,11 @@ class Kernel(Protocol):
         rule: MaskRule,
         out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """O [Q, H, V] in the dtype of q, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
+        """O [Q, H, V] in the dtype of q, contiguous, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
 
-        O is contiguous. LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it
-        back in `backward` without a copy. Whoever sends LSE elsewhere makes it contiguous.
-
-        `out_QHV`: where O should be written. A backend that cannot write there returns another tensor, and the caller
-        copies it.
+        LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it back in
+        `backward` without a copy. `out_QHV`: where O should be written; a backend that cannot returns another tensor,
+        and the caller copies it.
         """
 
     def backward(

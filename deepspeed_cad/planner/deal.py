@@ -7,7 +7,6 @@ ask it alike. A *row* is one micro-batch of one rank: its token buffer.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from operator import itemgetter
 import numpy as np
 
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.plan import Floats
+from deepspeed_cad.planner.plan import Floats, digest
 
 SHORTER = 0.01
 """Share of a step by which it must end earlier for documents to move. A choice: less is within what plans miss."""
@@ -122,8 +121,7 @@ class Dealt:
 
     def fingerprint(self) -> int:
         """62-bit digest: equal on every rank, or something is wrong."""
-        text = np.stack([getattr(self.pieces, field.name) for field in fields(Pieces)]).astype(np.int64).tobytes()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+        return digest(np.stack([getattr(self.pieces, one.name) for one in fields(Pieces)]).astype(np.int64)) >> 2
 
 
 def order_rows(rows: Floats) -> Ints:
@@ -136,12 +134,11 @@ def order_rows(rows: Floats) -> Ints:
 def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, cuts: bool = False) -> Dealt | None:
     """Documents to ranks and micro-batches, so that all rows take as long; None where that gains nothing.
 
-    Longest first, each to the row that has least to do with it. On several hosts (`hosts`: [ranks] number of each
-    rank's) first to the host that has least, so that attention of a long document goes to ranks beside its own. Padded
-    samples are dealt out in order of their lengths, so that similar ones meet. No row gets more tokens than the largest
-    row had, none gets no document, and the step never ends later than with balanced attention alone. Documents move
-    where it ends SHORTER, or where ranks, each with its own attention, end earlier by `tolerance` (a share of the
-    step), so that less moves. With `cuts` they are cut where it ends SHORTER still.
+    Longest first, each to the row that has least to do with it, on several hosts (`hosts`: [ranks] number of each
+    rank's) first to the host that has least. Padded samples go in order of their lengths, so that similar ones meet. No
+    row gets more tokens than the largest had, none gets no document, and the step never ends later than with balanced
+    attention alone. Documents move where it ends SHORTER, or where ranks, each with its own attention, end earlier by
+    `tolerance` (a share of the step), so that less moves. With `cuts` they are cut where it ends SHORTER still.
     """
     ranks, micro_batches = step.tokens.shape
     if len(step.length) < step.tokens.size or step.tokens.size == 1:

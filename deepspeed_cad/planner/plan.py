@@ -178,12 +178,16 @@ class Plan:
 
     def fingerprint(self) -> int:
         """63-bit digest of the tasks: equal on every rank, or something is wrong."""
-        digest = hashlib.blake2b(np.ascontiguousarray(self.tasks).tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return digest(self.tasks) >> 1
 
     def to_json(self) -> dict[str, Any]:
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "flows"}
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
+
+
+def digest(numbers: Ints) -> int:
+    """64 bits over an array."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(numbers).tobytes(), digest_size=8).digest(), "little")
 
 
 def _max_over_mean(load: Floats) -> float:

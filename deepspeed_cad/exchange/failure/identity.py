@@ -6,11 +6,10 @@ a number that says where in training it lies, computed at both ends from what th
 
 Ranks compare on the host, behind the GPU. Numbers arrive in a ring in device memory, [RING, ranks], row n % RING for
 exchange n: peers write them just before their flag, or they are received ahead of messages. Once the stream has passed
-that point, the watchdog's thread copies the ring to the host on a stream of its own. A stream could wait until numbers
-are equal instead, but a wait that can never end is the one thing from which a GPU must be rescued, and a rank that is
-merely behind would look like one that differs. So what was computed in between is lost with the run: all ranks end
-with an error within a second, landing areas become NaN, no exchange can start any more, and `finish` looks once more
-before a transport is closed.
+that point, the watchdog's thread copies the ring to the host on a stream of its own. A stream that waited until numbers
+are equal might have to be rescued, and a rank that is merely behind would look like one that differs. So what was
+computed in between is lost: all ranks end with an error within a second, landing areas become NaN, no exchange can
+start any more, and `finish` looks once more before a transport is closed.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ AGAIN_S, AGAIN = 1.0, 5
 """A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 LAST_S = 5.0
 """After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that is launched for
-the first time needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error
-then; and what was to let the streams go on may wait in the same place."""
+the first time needs the context to be idle. The training thread, which waits for the GPU too, raises no error then."""
 EXIT_CODE = 70
 """Of a process that ended for that reason."""
 
