@@ -36,7 +36,6 @@ class Groups:
     exchange: Group | None = None
     """The ranks that run attention of one share of heads; transports exchange here. None where it is this one."""
     liveness: Liveness | None = None
-    """The board on which ranks say that they end."""
     shares: Shares = field(default_factory=lambda: Shares.none(0, 1))
     """How trainers divide heads among them."""
     hosts: list[str] = field(default_factory=lambda: [socket.gethostname()])

@@ -93,10 +93,6 @@ class LocalSegments:
         return np.stack([self.begin, self.end, self.offset], axis=1)
 
     @staticmethod
-    def from_array(columns: Ints, tokens: int) -> LocalSegments:
-        return LocalSegments(columns[:, 0], columns[:, 1], columns[:, 2], tokens)
-
-    @staticmethod
     def none(tokens: int) -> LocalSegments:
         """A rank without documents: `tokens` rows of padding."""
         return LocalSegments(_ints([]), _ints([]), _ints([]), tokens)

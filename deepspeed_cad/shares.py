@@ -2,7 +2,7 @@
 
 Under tensor parallelism, and inside the attention of Ulysses, some ranks hold all tokens of a micro-batch together and
 each of them a share of its heads: a replica. Ranks with the same share, one of each replica, are a CAD group, which
-exchanges attention. In: which ranks are this one's replica. Out: `Shares`. Ranks are those of torch's world.
+exchanges attention. Ranks are those of torch's world.
 """
 
 from __future__ import annotations

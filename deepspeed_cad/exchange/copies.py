@@ -1,11 +1,9 @@
 """Which rows an exchange copies where: pure tables, made once per schedule and used by every layer.
 
 In: a `Schedule`. Out: `PushTable`s, what this rank copies into its peers' landing areas. Where only some ranks are
-neighbours, whose memory this one reaches: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the
-messages to and from all others. Both parts fill the same buffers, and every slice is in one of them.
-
-A message is a run of rows that lie one behind the other at the server. Both ends cut the same runs, because they see
-the slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
+neighbours: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the messages to and from all others. A
+message is a run of rows that lie one behind the other at the server. Both ends cut the same runs, as they see the
+slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
 """
 
 from __future__ import annotations

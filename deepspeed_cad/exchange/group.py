@@ -1,9 +1,8 @@
 """The ranks that exchange attention, and those of them that map each other's memory.
 
 With reserved servers trainers have a torch world without them, and a server has none at all. A group over both is made
-of a store alone, as tried on torch 2.11 and 2.13; what is private in torch about that is in this file and nowhere else.
-In: a store that all ranks reach. Out: an `OwnGroup`, or a `PeerGroup` over which landing areas are made. Transports ask
-the functions below, which know both kinds of groups. To find peers starts no collective and no communicator.
+of a store alone, as tried on torch 2.11 and 2.13 (`OwnGroup`); what is private in torch about that is in this file and
+nowhere else. To find peers (`PeerGroup`) starts no collective and no communicator.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ RESCUE_STREAMS = 9
 POISON = 1 << 30
 """Added to an exchange's number to let its waits end after a failure."""
 LONG_AGO = 1 << 29
-"""Exchanges. Flags come round after 2^32 and are compared by the nearer way: a number half a round behind would seem to
-be ahead. A lane may rest that long; who waits for what was longer ago than this waits for this, where all have been."""
+"""Exchanges. Flags come round after 2^32 and are compared by the nearer way: what is half a round behind seems ahead. A
+lane may rest that long; who waits for what was longer ago than this waits for this, where all have been."""
 
 _Shape = tuple[int, int, torch.dtype]
 """Kind, width in elements and type of one field."""
@@ -311,26 +311,23 @@ class LandingTransport(Transport):
 
     def _give_up(self) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
+        everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
+        nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
         try:
-            self._end_waits()
+            # A stream that shares a queue of the GPU with the stuck one waits behind it: one of several gets through.
+            for stream in self._rescue:
+                with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                    for area in self._lanes.areas():
+                        if area.capacity:
+                            area.buffer.tensor.fill_(255)
+                    for way in (self._out, self._back):
+                        self.calls.push(
+                            stream.cuda_stream, everyone, nothing, no_slices, no_fields, way.own_flags,
+                            self._pushed + POISON,
+                        )  # fmt: skip
         finally:
             if self.strangers is not None:
                 self.strangers.messages.leave()  # after the waits for neighbours: what is behind them can stop then
-
-    def _end_waits(self) -> None:
-        everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
-        nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
-        # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
-        for stream in self._rescue:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                for area in self._lanes.areas():
-                    if area.capacity:
-                        area.buffer.tensor.fill_(255)
-                for way in (self._out, self._back):
-                    self.calls.push(
-                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, way.own_flags,
-                        self._pushed + POISON,
-                    )  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -141,7 +141,6 @@ class OutLane:
     areas: tuple[LandingArea, LandingArea]
     """The second one only where dispatches follow each other without a return."""
     filled: int = 1
-    """Which area the last dispatch landed in."""
     dispatch: int = 0
     give_back: int = 0
     """The return of that dispatch; 0 before it started."""

@@ -34,7 +34,6 @@ IN_ONE_GO = {"cuda": 16, "cpu": 1}
 ONE_GO_S = 0.02
 """No more exchanges in one go than this should take."""
 ROUNDS = 3
-"""Of each size; the median counts."""
 LONG_ENOUGH_S = (0.005, 0.02)
 """Of one exchange, inside a host and between hosts: a longer one would say the same. Networks may let a burst pass."""
 BUDGET_S = 0.7

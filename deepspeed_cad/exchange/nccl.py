@@ -33,9 +33,8 @@ from deepspeed_cad.threads import run_aside, start_daemon
 
 NUMBER_BYTES = 8
 PRIORITY = -2
-"""Of the streams that messages run on: before all attention, which has 0 and -1. NCCL moves data by kernels, and those
-of a stream that is not ahead start only when all blocks of attention that was queued earlier have: the exchange would
-run behind what is there to hide it."""
+"""Of the streams that messages run on: before all attention, which has 0 and -1. Kernels of a stream that is not ahead
+start only when all blocks of attention queued earlier have: the exchange would run behind what is to hide it."""
 
 
 def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
@@ -167,7 +166,6 @@ class Parcel:
     messages: torch.cuda.Stream
     """Where NCCL reads what is packed and writes what arrives."""
     done: torch.cuda.Event | None = None
-    """None: nothing moves."""
 
     def __del__(self) -> None:
         # An error fell before it was received or released.

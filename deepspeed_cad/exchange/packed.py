@@ -1,9 +1,8 @@
 """Transports that pack: rows travel as one message per peer, and are put into place on arrival.
 
-For ranks without access to each other's memory, and for CPUs. In: schedules and tensors. Out: the same as by any other
-transport. A `PackedTransport` leaves to its subclasses what moves the packed rows, and with them the numbers of
-exchanges (failure/identity.py): here collectives of torch.distributed, the transport `c10d`; in nccl.py messages. Every
-exchange takes its buffers from torch's allocator, so nano-batches and waves need no memory of their own.
+For ranks without access to each other's memory, and for CPUs. A `PackedTransport` leaves to its subclasses what moves
+the packed rows, and with them the numbers of exchanges (failure/identity.py): here collectives of torch.distributed,
+the transport `c10d`; in nccl.py messages. Buffers of every exchange come from torch's allocator.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ def _row_bytes(rows: torch.Tensor) -> int:
 class GroupTransfer:
     identity: Identity
     packed: list[torch.Tensor]
-    """Held until the exchange is over."""
     arrived: list[torch.Tensor]
     data: list[dist.Work]
     numbers: dist.Work | None = None

@@ -1,9 +1,8 @@
 """Rows that are taken out of tensors, and placed when they came back: written (O, LSE, dQ) or added in fp32 and rounded
 once (dK, dV).
 
-In: a `Placement`, the landing area, the rank's own served tensor. Out: the home tensor, changed in place. One Triton
-launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`, index tensors
-for transports that pack, made once per schedule.
+One Triton launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`:
+index tensors for transports that pack, made once per schedule.
 """
 
 from __future__ import annotations

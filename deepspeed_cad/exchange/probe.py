@@ -1,8 +1,7 @@
 """What all ranks of a group do when they open their transport: which one, on which hosts, and how fast links are.
 
-In: a name from the configuration ("auto" or one), the group, its device, a way to gather numbers. Out: a Transport, the
-same kind on every rank; for `doctor`, what each needs that this machine lacks. A fallback of "auto" is warned about
-once, with its reason; a transport asked for by name that cannot work is refused.
+Out: a Transport, the same kind on every rank; for `doctor`, what each needs that this machine lacks. A fallback of
+"auto" is warned about once, with its reason; a transport asked for by name that cannot work is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from deepspeed_cad.exchange.failure.board import Liveness, first_line
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.links import Links, measure_links
+from deepspeed_cad.exchange.links import Gather, Links, measure_links
 from deepspeed_cad.exchange.native_calls import CudaCalls, UnreachedError, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.packed import c10d_transport
@@ -36,9 +35,6 @@ NAMES = ("nvlink", "mixed", "nccl", "c10d")
 
 _UNREACHED = -1
 """A rank's answer to whether it could make a transport: 0 and 1 are no and yes."""
-
-Agree = Callable[[int], "list[int]"]
-"""Gathers one whole number from every rank of the group, in rank order."""
 
 DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
 """Where plans must not depend on times, figures for links do not either."""
@@ -53,7 +49,7 @@ class Opened:
 
 
 def open_transport(
-    name: str, group: Group, device: torch.device, agree: Agree, liveness: Liveness | None, timeout_s: float,
+    name: str, group: Group, device: torch.device, agree: Gather, liveness: Liveness | None, timeout_s: float,
     auto: tuple[str, ...] = NAMES,
 ) -> Opened:  # fmt: skip
     """Open the transport of a group, and find the host of every rank. Collective; arguments as below."""
@@ -62,7 +58,7 @@ def open_transport(
     return Opened(group, choose_transport(name, group, device, agree, liveness, timeout_s, host, auto), hosts)
 
 
-def with_links(opened: Opened, device: torch.device, agree: Agree, given: object) -> Opened:
+def with_links(opened: Opened, device: torch.device, agree: Gather, given: object) -> Opened:
     """And its links. Collective. `given`: these in GB/s, "inside" and "between"; else they are measured."""
     if isinstance(given, Mapping):
         return replace(opened, links=Links(given["inside"] * 1e9, given["between"] * 1e9, "given"))
@@ -72,7 +68,7 @@ def with_links(opened: Opened, device: torch.device, agree: Agree, given: object
 
 
 def choose_transport(
-    name: str, group: Group, device: torch.device, agree: Agree | None = None, liveness: Liveness | None = None,
+    name: str, group: Group, device: torch.device, agree: Gather | None = None, liveness: Liveness | None = None,
     timeout_s: float = 300.0, host: int | None = None, auto: tuple[str, ...] = NAMES,
 ) -> Transport:  # fmt: skip
     """The transport of a group. Collective: all ranks call it with the same name and get the same kind. `host`: the
@@ -133,7 +129,7 @@ def probe(name: str) -> tuple[bool, str]:
     return True, f"GPU {device.index} reaches the memory of {others} others; driver and symmetric memory found"
 
 
-def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | None, str]:
+def _make(build: Callable[[], Transport], gather: Gather) -> tuple[Transport | None, str]:
     """The transport, if every rank could make it; else none and the reason. Raises UnreachedError, on every rank, where
     hosts do not reach each other: any other transport would wait for that once more."""
     made: Transport | None = None
@@ -162,7 +158,7 @@ def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | No
     return None, reason
 
 
-def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str | None:
+def _refusal(name: str, device: torch.device, gather: Gather, hosts: int) -> str | None:
     """Why some rank cannot use a transport, or None; on every rank alike."""
     if name == "c10d":
         return None
@@ -177,7 +173,7 @@ def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str 
     return None
 
 
-def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: Agree) -> tuple[list[int], str | None]:
+def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: Gather) -> tuple[list[int], str | None]:
     """For every rank the first of those whose memory it shares, itself where that is none; the same on every rank. All
     ranks of a host share their memory, or none does. And why some host's ranks do not, or None."""
     # A process that sees only its own GPU cannot ask about the others: making the buffers will tell.

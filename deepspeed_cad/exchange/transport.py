@@ -5,8 +5,7 @@ rank's own Q, K, V or dO with a contiguous last dimension) and it arrives in a g
 On the way back `served` is that group-major buffer; it lands at home in table order and is then placed: written
 (O, dQ: every row comes from one place) or added (dK, dV: several servers may have read the same keys).
 
-Exchanges of ranks are paired by order. Every transport sends the identity of an exchange along (failure/identity.py)
-and raises CADPeerError, on all ranks, where those that met do not belong together.
+Exchanges are paired by order; each sends its identity along (failure/identity.py).
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ OLDEST = (2, 6, 1)
 """Of FlashAttention-2. Before 2.5.7 LSE of sequences of different lengths is laid out in another way; 2.5.7 to 2.6.0
 raise on such calls."""
 ONE_TILE = 256
-"""Lengths are announced to FlashAttention-4 as more than this: it compiles other kernels where everything fits in one
-tile, and those of a layer should be the same whatever lengths a step brings."""
+"""Lengths are announced to FlashAttention-4 as more than this: it compiles other kernels where all fits in one tile."""
 
 
 class FlashAttention(Kernel):

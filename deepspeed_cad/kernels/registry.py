@@ -1,7 +1,6 @@
 """Which kernel a layer runs on: the first of the backends that supports it, or the one that the configuration names.
 
-In: a name ("auto" or a backend's) and what the model needs. Out: a `Kernel`. Rank 0 names each choice in the log, with
-the reasons why faster ones were passed over.
+Rank 0 names each choice in the log, with the reasons why faster ones were passed over.
 """
 
 from __future__ import annotations

@@ -14,16 +14,15 @@ like kSlack are in csrc/planner_constants.h; each number stands with where it co
    groups times the last rows of a document, because those have the most pairs for each row sent; it goes on with rows
    before them on other donors, so that K and V travel once for all; or it is the first rows of a segment, for a server
    that holds the keys before them. A rank without own rows to give hands on rows that it was given.
-4. *Price.* The cheapest move is that of the fewest bytes per unit of load (planner_offer.cpp). Bytes are Q and O of the
-   rows that leave home, and K and V that the server does not hold yet, those between hosts weighted. What a move leaves
-   of the donor's surplus is charged, too (kMoveShares, kLeftoverPrice), so that many small cheap moves do not win over
-   one that ends the matter.
+4. *Price.* The cheapest move is that of the fewest bytes per unit of load (planner_offer.cpp): Q and O of the rows that
+   leave home, and K and V that the server does not hold yet, those between hosts weighted. What a move leaves of the
+   donor's surplus is charged, too (kMoveShares, kLeftoverPrice), so that many small moves do not win over one.
 5. *Where cuts are too coarse*, the smallest possible step is taken if its server then finishes before the donor does
    now. A rank of speed 0 hands everything over.
 6. *Slow links.* Where links have a cost, each plan is timed with its transfers. If the even plan waits, less is moved:
    ranks, or hosts, that would end above a level come down to it and no further (`bring_down` in planner.cpp), then each
    host's ranks are made even as in 2. A lower level means less work for the slowest and longer transfers; the search
-   follows both to where they meet (TRIES). What another tick hides beside reserved servers is no waiting (`finish.py`).
+   follows both to where they meet (TRIES).
 7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
    from another start: its rows are dealt out by head groups, so that every rank reads keys of few of them instead of
    the last ranks all keys of all (planner_spread.cpp). All rows are, or all but its first segment (KEPT).

@@ -127,13 +127,8 @@ class Tried(NamedTuple):
 
 
 def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[str, ...]]:
-    """The best of plans that move less, where transfers of the even one take longer than attention hides, never later
-    than moving nothing; and notes.
-
-    Units, ranks or hosts, that would end above a level come down to it. The lower it is, the less the slowest has to do
-    and the longer its transfers take; best is where it works as long as it waits for them. The next level is tried
-    where both would meet.
-    """
+    """The best of plans that move less, where transfers of the even one take longer than attention hides, and notes.
+    Never one that ends later than moving nothing."""
     best = Tried(even, slowest(problem, even))
     # Within one host transfers hide nearly always; what is left of them is no more than what costs miss.
     share = constants.NARROWING if len(np.unique(_hosts(problem))) > 1 else 1.0

@@ -1,8 +1,7 @@
 """Documents dealt out to ranks before a step, whole or cut, and the order of its micro-batches.
 
-In: the documents of all micro-batches of an optimizer step, and what they cost in attention and outside. Out: a rank
-and a micro-batch for each document, or for each piece of one. Pure, the same on every rank; training and the forecast
-ask it alike. A *row* is one micro-batch of one rank: its token buffer.
+In: the documents of an optimizer step, and what they cost in attention and outside. Out: a rank and a micro-batch for
+each document, or for each piece of one. A *row* is one micro-batch of one rank: its token buffer.
 """
 
 from __future__ import annotations
@@ -234,7 +233,11 @@ def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
     whole = costs.work + step.length * each
     longest = np.sort(step.length)[::-1].astype(np.float64)
     # Where a long document makes a micro-batch long, all get more in it.
-    level = _levels(longest * each, float(whole.sum()), ranks, micro_batches)
+    level, rest = np.zeros(micro_batches), float(whole.sum())
+    for turn in range(micro_batches):
+        # Its share of what is left, or its longest document outside attention.
+        level[turn] = max(longest[turn * ranks] * each, rest / (ranks * (micro_batches - turn)))
+        rest -= ranks * level[turn]
     # Who meets in a micro-batch: [groups, ranks of a host], -1 where a host has fewer.
     size = np.bincount(host)
     members = np.full((len(size), size.max()), -1)
@@ -269,16 +272,6 @@ def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
         empties -= int(empty[at, place])
         empty[at, place] = False
     return step.whole(rank, micro_batch)
-
-
-def _levels(floors: Floats, total: float, ranks: int, micro_batches: int) -> Floats:
-    """[micro-batches] how long each should take: its share of what is left of `total`, or its longest document outside
-    attention (`floors`, the longest first)."""
-    levels = np.zeros(micro_batches)
-    for turn in range(micro_batches):
-        levels[turn] = max(floors[turn * ranks], total / (ranks * (micro_batches - turn)))
-        total -= ranks * levels[turn]
-    return levels
 
 
 def _deal_samples(step: Step, costs: Costs) -> Pieces | None:

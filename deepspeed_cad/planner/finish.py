@@ -1,6 +1,5 @@
 """When each rank begins and is done with a layer, forward and backward, transfers included.
 
-In: a question, the work of each rank and what its plan moves (`Flows`). Out: seconds, or the unit of the cost model.
 The model of one pass, for the forward; backward is its mirror and comes after it:
 
     home     Q, K, V out ─┐                          ┌─► O in ─► done
@@ -48,7 +47,6 @@ class Trip(NamedTuple):
     home: Floats
     """[2, ranks]: seconds in which each rank's links are busy with it as a home, INSIDE and BETWEEN."""
     server: Floats
-    """The same as a server."""
     pairs: Bools
     """[pairs]: between which anything moves."""
 

@@ -92,13 +92,11 @@ class PlanInput:
     @cached_property
     def floors(self) -> Floats:
         """[ranks]: base loads."""
-        given = np.zeros(self.tick.ranks) if self.base_load is None else self.base_load
-        return np.ascontiguousarray(given, np.float64)
+        return np.ascontiguousarray(np.zeros(self.tick.ranks) if self.base_load is None else self.base_load, np.float64)
 
     @cached_property
     def speeds(self) -> Floats:
-        given = np.ones(self.tick.ranks) if self.speed is None else self.speed
-        return np.ascontiguousarray(given, np.float64)
+        return np.ascontiguousarray(np.ones(self.tick.ranks) if self.speed is None else self.speed, np.float64)
 
     @cached_property
     def divisors(self) -> Floats:

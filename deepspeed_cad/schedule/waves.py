@@ -162,7 +162,14 @@ def split_tasks(tick: Tick, tasks: Ints, window: int | None, cut: Cut) -> list[I
     each[:, 3] = expand(moved[:, 3], count)
     each[:, 4] = each[:, 3] + 1
     if cut.blocks:
-        each = _cut_rows(each, cut)
+        # Blocks of rows no longer than the longest task's share.
+        rows = each[:, 2] - each[:, 1]
+        most = -(-int(rows.max(initial=1)) // cut.blocks)
+        step = -(-most // cut.granularity) * cut.granularity
+        count = -(-rows // step)
+        each = np.repeat(each, count, axis=0)
+        each[:, 1] += expand(np.zeros(len(count), np.int64), count) * step
+        each[:, 2] = np.minimum(each[:, 2], each[:, 1] + step)
     wave = _waves_of(each, window, cut)
     first, *others = (_join(each[wave == number]) for number in range(cut.waves))
     return [np.concatenate([tasks[alone], first]), *others]
@@ -174,17 +181,6 @@ def _run_alone(tick: Tick, tasks: Ints, window: int | None) -> np.ndarray:
     query, rows_end = tick.query.find(document, begin, server)
     key, keys_end = tick.key.find(document, window_start(begin, window), server)
     return (query >= 0) & (end <= rows_end) & (key >= 0) & (end <= keys_end)
-
-
-def _cut_rows(each: Ints, cut: Cut) -> Ints:
-    rows = each[:, 2] - each[:, 1]
-    most = -(-int(rows.max(initial=1)) // cut.blocks)
-    step = -(-most // cut.granularity) * cut.granularity
-    count = -(-rows // step)
-    found = np.repeat(each, count, axis=0)
-    found[:, 1] += expand(np.zeros(len(count), np.int64), count) * step
-    found[:, 2] = np.minimum(found[:, 2], found[:, 1] + step)
-    return found
 
 
 def _waves_of(each: Ints, window: int | None, cut: Cut) -> Ints:

@@ -3,8 +3,6 @@
 Ranks that turn CAD on meet here, because one on whose host the package is missing goes on into collectives of its own.
 So does whoever makes memory or a communicator with others: torch's and NCCL's own ways to meet wait half an hour for a
 dead rank, and know nothing of one that cannot do its part.
-
-In: a store. Out: what the others said; or a warning, and one CADPeerError, that name the ranks that are not here.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ LAST_S = 5.0
 """After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that is launched for
 the first time needs the context to be idle. The training thread, which waits for the GPU too, raises no error then."""
 EXIT_CODE = 70
-"""Of a process that ended for that reason."""
 
 
 class Alarm:
@@ -149,9 +148,8 @@ class Watchdog:
         """Wait on the host for an exchange, where training goes on without a server that is lost. Raises
         ServerLostError where one is, and CADPeerError as streams do.
 
-        Elsewhere streams wait, and the host queues work far ahead of its GPU: work that could not be taken back behind
-        a wait that does not end. So here no stream ever waits for another rank: only when all is there is queued what
-        reads it, nothing is computed from what did not come, and the GPU can always be waited for.
+        Work that the host has queued far ahead could not be taken back behind a wait that does not end. So here no
+        stream ever waits for another rank: what reads an exchange is queued only when all of it is there.
         """
 
         def has_arrived() -> bool:
@@ -234,12 +232,6 @@ class Watchdog:
                 self._reached = (oldest.before, now)
             yield oldest.label, self._reached[1]
 
-    def _stands(self) -> bool:
-        """Whether a stream or the host still waits, or what was to end that does not come back."""
-        if self._host is not None or self._frees():
-            return True
-        return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
-
     def _free(self) -> None:
         try:
             self.give_up()
@@ -264,7 +256,10 @@ class Watchdog:
             self._given_up, self._gave_up_at = self._given_up + 1, now
             # Not on this thread: it must be there to end the process where the driver lets no call through.
             self._freeing = start_daemon("frees the GPU", self._free, self.device)
-        elif not self.alarm.told and now - self._gave_up_at > LAST_S and self._stands():
+        elif not self.alarm.told and now - self._gave_up_at > LAST_S:
+            stands = self._host is not None or self._frees()  # or what was to end a wait does not come back
+            if not (stands or (self._waits and self._waits[0].before.query() and not self._waits[0].after.query())):
+                return
             what = "The GPU" if self._host is None else "The training thread"
             self.end_process(f"{self.alarm.why()}. {what} could not be freed from its wait, so this process ends")
 
