@@ -153,8 +153,9 @@ def print_trials(trials: dict[str, list[Any]], only: list[str] | None, plan: Cal
 
 @contextmanager
 def changed(name: str, value: Any) -> Iterator[None]:
-    """One number is another one: for the modules that took it over from planner/constants.py, and in C++."""
-    holders = [module for module in (answer, core, finish) if hasattr(module, name)]
+    """One number is another one: in planner/constants.py and the modules that took it over from there, and in C++."""
+    holders = [module for module in (constants, core, finish) if hasattr(module, name)]
+    before = getattr(constants, name, None)
     camel = "k" + name.title().replace("_", "")
     header = (ROOT / "csrc" / "planner_constants.h").read_text()
     text, found = re.subn(rf"^(constexpr \S+ {camel}(?:\[\])?) = [^;]+;", rf"\1 = {value};", header, flags=re.MULTILINE)
@@ -169,7 +170,7 @@ def changed(name: str, value: Any) -> Iterator[None]:
     yield
     native._load_once = load
     for module in holders:
-        setattr(module, name, getattr(constants, name))
+        setattr(module, name, before)
 
 
 def compile_planner(header: str) -> ctypes.CDLL:

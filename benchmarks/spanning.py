@@ -32,7 +32,7 @@ from deepspeed_cad.planner.core import Aim, Solution, solve, split_own_rows
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.profile import SHIPPED
-from deepspeed_cad.schedule.waves import Cut, slice_waves
+from deepspeed_cad.schedule import build_slices
 
 HERE = Path(__file__).parent
 GIB, MILLION = 1 << 30, 1 << 20
@@ -65,7 +65,7 @@ def row(name: str, start: str, problem: PlanInput, found: Solution) -> str:
     moved = found.flows.bytes.sum(1)
     forward = moved[QKV_RECEIVED] + moved[O_RECEIVED]
     backward = moved[QKV_RECEIVED] + moved[O_SENT] + moved[QKV_SENT]
-    (slices,) = slice_waves(problem.tick, own_tasks(problem, found), problem.window, Cut())
+    slices = build_slices(problem.tick, own_tasks(problem, found), problem.window)
     shape = problem.shape
     out = slices.served_rows @ np.array([shape.query_bytes + shape.output_bytes, shape.key_value_bytes])
     back = slices.landed_rows @ np.array([shape.query_bytes, shape.key_value_bytes])

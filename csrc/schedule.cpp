@@ -1,5 +1,5 @@
 // The slices of all ranks: which rows go from which home to which server, where each lies there, and which sequences a
-// server runs on them. Columns and order of every table are those of `Slices` in deepspeed_cad/schedule/tables.py, which
+// server runs on them. Columns and order of every table are those of `Slices` in deepspeed_cad/schedule/__init__.py, which
 // says what a schedule is. The steps of `build`:
 //
 // 1. A task whose rows and keys its server holds, each in one segment, runs in place: `local`.

@@ -31,20 +31,17 @@ class Groups:
     """What one process is a member of; groups are None where it trains alone."""
 
     servers: NoServers
-    """What there is of them."""
     cpu: dist.ProcessGroup | None = None
     """The trainers, over gloo; the look-ahead gathers here. None where there is one trainer."""
     exchange: Group | None = None
     """The ranks that run attention of one share of heads; transports exchange here. None where it is this one."""
     liveness: Liveness | None = None
-    """The board on which ranks say that they end."""
     shares: Shares = field(default_factory=lambda: Shares.none(0, 1))
     """How trainers divide heads among them."""
     hosts: list[str] = field(default_factory=lambda: [socket.gethostname()])
     """The name of every trainer's host in this CAD group, for messages."""
 
     def close(self) -> None:
-        """Release the groups; the servers must have been left."""
         for group in (self.cpu, self.exchange):
             if isinstance(group, OwnGroup):
                 group.close()
@@ -53,14 +50,8 @@ class Groups:
 
 
 def open_groups(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:
-    """Connect this rank to all others. Collective over trainers, and over servers where there are any.
-
-    Args:
-        config: the session's.
-        device: where this rank computes.
-        replica: the ranks that divide heads with this one; None: it has all of them.
-        rank: of this process among the trainers.
-        ranks: how many they are.
+    """Connect this rank, one of `ranks` trainers, to all others. Collective over trainers, and over servers where there
+    are any. `replica`: the ranks that divide heads with this one; None: it has all of them.
 
     Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
     beside servers or what else is not built there, and CADPeerError where ranks do not reach each other.
@@ -135,14 +126,8 @@ def refuse_beside_shares(config: CADConfig, pieces: bool) -> None:
 
 def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup | None, exchanges: bool) -> Profile:
     """The costs that rank 0 finds, because profiles measured on two machines are never equal, and plans must be.
-    Collective; raises on all ranks what went wrong on rank 0.
-
-    Args:
-        config: the session's.
-        device: where this rank computes.
-        group: the trainers; None where there is one.
-        exchanges: other ranks run attention too, so that costs are weighed against transfers, as ratios cannot be.
-    """
+    Collective; raises on all ranks what went wrong on rank 0. `group`: the trainers; None where there is one.
+    `exchanges`: other ranks run attention too, so that costs are weighed against transfers, as ratios cannot be."""
     found: list[Profile | CADError | None] = [None]
     if group is None or dist.get_rank(group) == 0:
         try:

@@ -53,6 +53,19 @@ class Segments:
         """The segments that a boolean mask or an index array names, in that order."""
         return Segments(*(column[rows] for column in (self.document, self.begin, self.end, self.rank, self.offset)))
 
+    def find(self, document: Ints, row: Ints, rank: Ints) -> tuple[Ints, Ints]:
+        """Begin and end of the segments in which ranks hold rows of documents ([n] each); −1 where they do not."""
+        own = self.select(np.flatnonzero(self.begin < self.end))
+        if not len(own):
+            return np.full(len(document), -1), np.full(len(document), -1)
+        order = np.lexsort((own.begin, own.document))
+        # Numbers that sort like (document, position): positions are below 2^31.
+        first, wanted = own.document[order] << 32 | own.begin[order], document << 32 | row
+        at = np.searchsorted(first, wanted, side="right") - 1
+        found = order[np.maximum(at, 0)]
+        held = (at >= 0) & (own.document[found] == document) & (row < own.end[found]) & (own.rank[found] == rank)
+        return np.where(held, own.begin[found], -1), np.where(held, own.end[found], -1)
+
     def count_ranks(self) -> tuple[Ints, Ints]:
         """The documents, and on how many ranks each has rows."""
         pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
@@ -76,12 +89,8 @@ class LocalSegments:
             object.__setattr__(self, name, _ints(getattr(self, name)))
 
     def to_array(self) -> Ints:
-        """Columns begin, end, offset as an [n, 3] array: what travels between ranks."""
+        """[n, 3]: begin, end, offset."""
         return np.stack([self.begin, self.end, self.offset], axis=1)
-
-    @staticmethod
-    def from_array(columns: Ints, tokens: int) -> LocalSegments:
-        return LocalSegments(columns[:, 0], columns[:, 1], columns[:, 2], tokens)
 
     @staticmethod
     def none(tokens: int) -> LocalSegments:
@@ -102,11 +111,9 @@ class LocalSegments:
 
 @dataclass(frozen=True, eq=False)
 class Tick:
-    """One core-attention call of all ranks together: the unit that a plan is made for.
-
-    `query` are the rows whose output is computed, `key` those that they may read, with offsets in each rank's query and
-    key buffer. Row 0 of these is row `query_base` and `key_base` of the rank's token buffer.
-    """
+    """One core-attention call of all ranks together: the unit that a plan is made for. `query` are the rows whose
+    output is computed, `key` those that they may read, with offsets in each rank's query and key buffer. Row 0 of these
+    is row `query_base` and `key_base` of the rank's token buffer."""
 
     ranks: int
     query: Segments
@@ -157,11 +164,9 @@ class Layout:
         return Tick(self.ranks, self.segments, self.segments, self.tokens, self.tokens, zero, zero)
 
     def cut(self, at: Any) -> tuple[Tick, Tick]:
-        """Two ticks: rows [0, at[r]) of every rank r, then rows [at[r], tokens[r]) reading the keys of both.
-
-        Raises CADDataError where a row of the first part would read a key of the second (a document that goes on
-        on the next rank), because those keys do not exist yet when the first part is computed.
-        """
+        """Two ticks: rows [0, at[r]) of every rank r, then rows [at[r], tokens[r]) reading the keys of both. Raises
+        CADDataError where a row of the first part would read a key of the second (a document that goes on on the next
+        rank), because those keys do not exist yet when the first part is computed."""
         at, seg = _ints(at), self.segments
         if not self.can_cut(at):
             raise CADDataError(
@@ -177,10 +182,8 @@ class Layout:
         np.minimum.at(base, seg.rank[continued], seg.offset[continued])
         key = replace(seg, offset=seg.offset - base[seg.rank]).select(continued)
         zero = np.zeros(self.ranks, dtype=np.int64)
-        return (
-            Tick(self.ranks, first, first, at, at, zero, zero),
-            Tick(self.ranks, second, key, self.tokens - at, self.tokens - base, at, base),
-        )
+        before = Tick(self.ranks, first, first, at, at, zero, zero)
+        return before, Tick(self.ranks, second, key, self.tokens - at, self.tokens - base, at, base)
 
     def can_cut(self, at: Any) -> bool:
         seg, before = self.segments, self._before(_ints(at))
@@ -196,18 +199,14 @@ class Layout:
         return np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
 
     @staticmethod
-    def from_rank_lengths(lengths: list[list[int]], tokens: Any = None) -> Layout:
+    def from_rank_lengths(lengths: list[list[int]]) -> Layout:
         """Documents that stay on their rank: `lengths[r]` are those of rank r, in order."""
-        rows = [sum(own) for own in lengths] if tokens is None else tokens
-        ends = [np.cumsum([0, *own]) for own in lengths]
-        return assemble([segments_from_cumulative(own, int(most)) for own, most in zip(ends, rows, strict=True)])
+        return assemble([segments_from_cumulative(np.cumsum([0, *own]), sum(own)) for own in lengths])
 
     @staticmethod
     def from_stream(lengths: list[int], ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Layout:
-        """One stream of documents cut into equal rank parts; documents may span ranks (`cut_stream`).
-
-        Raises CADDataError where the documents do not fit into `ranks` × `tokens_per_rank`.
-        """
+        """One stream of documents cut into equal rank parts; documents may span ranks (`cut_stream`). Raises
+        CADDataError where the documents do not fit into `ranks` × `tokens_per_rank`."""
         total = int(sum(lengths))
         if total > ranks * tokens_per_rank:
             raise CADDataError(
@@ -365,10 +364,8 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
 
 def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_lens_q") -> LocalSegments:
     """Segments from cumulative lengths ([documents + 1], as FlashAttention takes them); rows behind are padding.
-
     `name`: of the argument, for errors. Raises CADDataError where the lengths do not start at 0, fall, or exceed
-    `tokens`.
-    """
+    `tokens`."""
     ends = _ints(cu_seqlens).reshape(-1)
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > tokens:
         raise CADDataError(

@@ -2,7 +2,7 @@
 
 Under tensor parallelism, and inside the attention of Ulysses, some ranks hold all tokens of a micro-batch together and
 each of them a share of its heads: a replica. Ranks with the same share, one of each replica, are a CAD group, which
-exchanges attention. In: which ranks are this one's replica. Out: `Shares`. Ranks are those of torch's world.
+exchanges attention. Ranks are those of torch's world.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class Shares:
 
     @classmethod
     def of(cls, said: Sequence[Replica], rank: int) -> Shares:
-        """From what every rank said, in their order. Raises CADConfigError, the same on all ranks, where it does not
-        add up."""
+        """From what every rank said. Raises CADConfigError, on all ranks alike, where it does not add up."""
         for one, own in enumerate(said):
             if one not in own.ranks:
                 raise CADConfigError(f"rank {one} is not among the ranks {list(own.ranks)} that it shares heads with")
@@ -90,11 +89,9 @@ class Shares:
 
 
 def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
-    """The replica of a rank on a DeviceMesh of all `ranks`, by the names of its axes.
-
-    Raises CADConfigError for a mesh without names, with names that are not known, or that does not cover the job, and
-    CADUnsupportedError for context or pipeline parallelism.
-    """
+    """The replica of a rank on a DeviceMesh of all `ranks`, by the names of its axes. Raises CADConfigError for a mesh
+    without names, with names that are not known, or that does not cover the job, and CADUnsupportedError for context or
+    pipeline parallelism."""
     grid, names = np.array(mesh.mesh.tolist(), np.int64), tuple(mesh.mesh_dim_names or ())
     if not names:
         raise CADConfigError(
@@ -135,10 +132,8 @@ def replica_in(mesh: Any, rank: int, kinds: Sequence[str] = TENSOR) -> Replica:
 
 def replica_of_groups(said: Sequence[Sequence[int] | None], rank: int) -> Replica | None:
     """The replica of a rank where every rank said which ranks have the same share of heads, and other micro-batches.
-
     Those at one place of all such groups are a replica, in the order of the groups' first ranks. None: nobody said it.
-    Raises CADConfigError, the same on all ranks, where groups do not divide the job alike.
-    """
+    Raises CADConfigError, the same on all ranks, where groups do not divide the job alike."""
     if all(own is None for own in said):
         return None
     groups = sorted({tuple(own) for own in said if own is not None})
@@ -157,8 +152,7 @@ def replica_of_groups(said: Sequence[Sequence[int] | None], rank: int) -> Replic
 
 def choose_groups(heads: Sequence[int], ranks: int) -> int:
     """In how many groups tensors of so many heads are divided among the ranks of a document: as many as every tensor
-    has if these suffice, so that nothing moves twice; else the fewest that do, for which those with fewer are repeated.
-    """
+    has if these suffice, so that nothing moves twice; else the fewest that do, and those with fewer are repeated."""
     most, least = max(heads), min(heads)
     fits = [g for g in range(1, most + 1) if most % g == 0 and all(h % g == 0 or g % h == 0 for h in heads)]
     if least in fits and least >= ranks:

@@ -55,7 +55,11 @@ def shard_stream(
     shard: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "labels":
-            targets = _next_tokens(value, batch["position_ids"])
+            if tuple(value.shape) != shape:
+                raise CADDataError(f"labels has shape {tuple(value.shape)}, position_ids {shape}")
+            targets = value.clone() if hasattr(value, "clone") else value.copy()
+            targets[:, :-1], targets[:, -1:] = value[:, 1:], -100
+            targets[:, :-1][batch["position_ids"][:, 1:] == 0] = -100
             shard["labels"] = shard["shift_labels"] = targets[:, here]
         elif tuple(getattr(value, "shape", ()))[:2] == shape:
             shard[name] = value[:, here]
@@ -127,13 +131,3 @@ def _rows(positions: Ints, rank: int, ranks: int, zigzag: bool, ranks_per_host: 
     pieces = cut_stream(lengths, ranks, per_rank, zigzag)
     own = [starts[document] + np.arange(begin, end) for document, to, begin, end in pieces if to == rank]
     return np.concatenate([np.zeros(0, np.int64), *own])
-
-
-def _next_tokens(labels: Any, position_ids: Any) -> Any:
-    if tuple(labels.shape) != tuple(position_ids.shape):
-        raise CADDataError(f"labels has shape {tuple(labels.shape)}, position_ids {tuple(position_ids.shape)}")
-    targets = labels.clone() if hasattr(labels, "clone") else labels.copy()
-    targets[:, :-1] = labels[:, 1:]
-    targets[:, -1:] = -100
-    targets[:, :-1][position_ids[:, 1:] == 0] = -100
-    return targets

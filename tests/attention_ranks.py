@@ -21,8 +21,7 @@ from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
 from deepspeed_cad.schedule import HOME, SERVER, Schedule
-from deepspeed_cad.schedule.room import OUT
-from deepspeed_cad.schedule.waves import Cut, schedule_waves
+from deepspeed_cad.schedule.waves import OUT, Cut, schedule_waves
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM, VALUE = 6, 3, 8, 5

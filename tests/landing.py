@@ -16,7 +16,7 @@ from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.exchange.packed import PackedTransport
 from deepspeed_cad.exchange.transport import UNNAMED, UnderWay
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room, room_needed
+from deepspeed_cad.schedule.waves import Room, room_needed
 
 
 @dataclass

@@ -57,7 +57,6 @@ def check_plan(problem: PlanInput, plan: Plan) -> None:
 
 
 def check_flows(problem: PlanInput, tasks: np.ndarray, flows: Flows) -> None:
-    """All of `Flows` but `served`."""
     expected = count_flows(problem, tasks)
     np.testing.assert_array_equal(flows.bytes, expected.bytes)
     np.testing.assert_array_equal(flows.pairs, expected.pairs)
@@ -125,7 +124,6 @@ def work_of(problem: PlanInput, tasks: np.ndarray, joined: bool = False) -> np.n
 
 
 def work_at_home(problem: PlanInput) -> np.ndarray:
-    """[ranks]: work if all rows stayed at home."""
     own, none = problem.tick.query, np.zeros(len(problem.tick.query), np.int64)
     tasks = np.stack([own.document, own.begin, own.end, none, none + problem.shape.groups, own.rank], 1)
     return work_of(problem, tasks[own.begin < own.end], joined=True)
@@ -162,7 +160,6 @@ def _check_tasks(problem: PlanInput, tasks: np.ndarray) -> None:
 
 
 def _homes(segments: Segments, document: int) -> np.ndarray:
-    """The rank of each row of a document; -1 where it has none."""
     own = segments.select(segments.document == document)
     homes = np.full(int(own.end.max(initial=0)), -1)
     for begin, end, rank in zip(own.begin, own.end, own.rank, strict=True):
@@ -184,10 +181,8 @@ def _common_finish(problem: PlanInput, work: np.ndarray) -> float:
 
 
 def random_problem(seed: int, part: int | None = None) -> PlanInput:
-    """A question of any kind, the same on every machine: numbers are whole or come from a table.
-
-    `part`: of one of two nano-batches, where the micro-batch can be cut.
-    """
+    """A question of any kind, the same on every machine: numbers are whole or come from a table. `part`: of one of two
+    nano-batches, where the micro-batch can be cut."""
     rng = random.Random(seed)
     ranks, tokens = rng.choice((1, 2, 3, 4, 5, 8, 12)), rng.choice((60, 300, 300, 1024, 4096))
     lengths = [ranks * tokens] if seed % 16 == 5 else []
@@ -233,7 +228,6 @@ def random_problem(seed: int, part: int | None = None) -> PlanInput:
 
 
 def fingerprint(seed: int) -> str:
-    """Of the plan of a random problem."""
     plan = make_plan(random_problem(seed))
     return f"{plan.fingerprint():016x} {plan.waves}"
 

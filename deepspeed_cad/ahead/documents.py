@@ -73,7 +73,8 @@ class Announcement:
     @classmethod
     def from_array(cls, values: Ints) -> Announcement:
         tokens, unit, loaded, ids = map(int, values[:4])
-        return cls(LocalSegments.from_array(values[4:].reshape(-1, 3), tokens), unit, loaded, ids)
+        begin, end, offset = values[4:].reshape(-1, 3).T
+        return cls(LocalSegments(begin, end, offset, tokens), unit, loaded, ids)
 
 
 class _Source(NamedTuple):

@@ -17,7 +17,7 @@ from deepspeed_cad.exchange.placement import upload
 from deepspeed_cad.kernels.interface import Sequences
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.schedule import GROUP, HOME_ROW, KEY, KIND, QUERY, ROWS, Batch, Schedule, padding_rows
-from deepspeed_cad.schedule.room import BACK
+from deepspeed_cad.schedule.waves import BACK
 
 FAR = 1 << 40
 """Rows from one head group to the next, where rows of all of them are numbered."""

@@ -21,8 +21,7 @@ from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import Alternation, Floats, HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room
-from deepspeed_cad.schedule.waves import WHOLE, Cut
+from deepspeed_cad.schedule.waves import WHOLE, Cut, Room
 
 
 class LayerKind(NamedTuple):

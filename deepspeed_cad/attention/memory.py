@@ -19,8 +19,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room, room_needed, with_headroom
-from deepspeed_cad.schedule.waves import Cut, Waves, schedule_waves, waves_within
+from deepspeed_cad.schedule.waves import Cut, Room, Waves, room_needed, schedule_waves, waves_within, with_headroom
 
 SMALLER = 0.6
 """Share of what did not fit that is tried next: few tries, each of which costs a meeting of all ranks."""

@@ -30,8 +30,7 @@ from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick
 from deepspeed_cad.planner.plan import HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import OUT
-from deepspeed_cad.schedule.waves import Waves
+from deepspeed_cad.schedule.waves import OUT, Waves
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ The same for both passes. In: the dispatches under way, and two functions: `run`
 wave and what arrived of it, runs its served batches and starts their return. Out: what `serve` gives for each wave, and
 the returns under way. All ranks start the same exchanges in the same order: the dispatches of the first waves, then
 return after return; behind a return starts the next dispatch, once the return before it is back and placed. So only
-the waves that schedule/room.py names have memory at once.
+the waves that schedule/waves.py names have memory at once.
 """
 
 from __future__ import annotations

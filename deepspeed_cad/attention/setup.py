@@ -18,7 +18,7 @@ from deepspeed_cad.exchange.waits import Waits
 from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import OUT
+from deepspeed_cad.schedule.waves import OUT
 from deepspeed_cad.trace import NOT_TRACED, Tracer
 
 

@@ -27,8 +27,19 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
 from deepspeed_cad.layout import Ints, Layout
-from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
-from deepspeed_cad.schedule.tables import expand
+from deepspeed_cad.schedule import (
+    GROUP,
+    HOME,
+    HOME_ROW,
+    KIND,
+    QUERY,
+    ROWS,
+    SERVER,
+    SERVER_ROW,
+    STAGE_ROW,
+    Schedule,
+    expand,
+)
 from deepspeed_cad.shares import divide
 
 NARROW = 64

@@ -1,11 +1,9 @@
 """Which rows an exchange copies where: pure tables, made once per schedule and used by every layer.
 
 In: a `Schedule`. Out: `PushTable`s, what this rank copies into its peers' landing areas. Where only some ranks are
-neighbours, whose memory this one reaches: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the
-messages to and from all others. Both parts fill the same buffers, and every slice is in one of them.
-
-A message is a run of rows that lie one behind the other at the server. Both ends cut the same runs, because they see
-the slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
+neighbours: `near_part`, the schedule of the neighbours alone, and `FarPart`s, the messages to and from all others. A
+message is a run of rows that lie one behind the other at the server. Both ends cut the same runs, as they see the
+slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
 """
 
 from __future__ import annotations
@@ -17,19 +15,7 @@ import torch
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.schedule import (
-    GROUP,
-    HOME,
-    HOME_ROW,
-    KEY,
-    KIND,
-    QUERY,
-    ROWS,
-    SERVER,
-    SERVER_ROW,
-    STAGE_ROW,
-    Schedule,
-)
+from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
 
 ALIGNMENT = 256
 """Bytes: every field of a landing area begins at a multiple."""
@@ -53,16 +39,15 @@ class PushTable:
 
 def dispatch_pushes(schedule: Schedule) -> PushTable:
     """From the homes' tensors into the servers' group-major buffers; what a rank serves itself included."""
-    table = np.concatenate([schedule.sends, schedule.own])
-    columns = [table[:, KIND], table[:, HOME_ROW], table[:, GROUP], table[:, SERVER_ROW], table[:, ROWS]]
-    return _pushes(schedule, table[:, SERVER], np.stack(columns, axis=1), schedule.served_rows)
+    kind, _, server, group, home_row, server_row, rows, _ = np.concatenate([schedule.sends, schedule.own]).T
+    return _pushes(schedule, server, np.stack([kind, home_row, group, server_row, rows], axis=1), schedule.served_rows)
 
 
 def return_pushes(schedule: Schedule) -> PushTable:
     """From the servers' group-major tensors into the homes' landing areas; own slices stay where they are."""
-    table = schedule.receives
-    columns = [table[:, KIND], table[:, SERVER_ROW], 0 * table[:, GROUP], table[:, STAGE_ROW], table[:, ROWS]]
-    return _pushes(schedule, table[:, HOME], np.stack(columns, axis=1), schedule.landed_rows)
+    kind, home, _, group, _, server_row, rows, stage_row = schedule.receives.T
+    slices = np.stack([kind, server_row, 0 * group, stage_row, rows], axis=1)
+    return _pushes(schedule, home, slices, schedule.landed_rows)
 
 
 def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) -> PushTable:
@@ -102,11 +87,9 @@ def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) ->
 
 
 def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> tuple[Ints, Ints]:
-    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows.
-
-    Gives bytes: where each field begins in the landing area of every rank ([fields, ranks]), and how much every rank
-    needs ([ranks]).
-    """
+    """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows. Gives bytes:
+    where each field begins in the landing area of every rank ([fields, ranks]), and how much every rank needs
+    ([ranks])."""
     sizes = np.array([rows[:, kind] * width for kind, width in zip(kinds, row_bytes)], np.int64).reshape(-1, len(rows))
     padded = -(-sizes // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded, axis=0) - padded, padded.sum(axis=0)
@@ -121,10 +104,8 @@ def address_fields(sources: list[tuple[int, int, int, int, int]], landing: Ints)
 
 @dataclass(frozen=True, eq=False)
 class FarPart:
-    """Messages of one kind (query or key rows) between this rank and those that are not its neighbours.
-
-    Tables have a row per message: peer, first row, rows.
-    """
+    """Messages of one kind (query or key rows) between this rank and those that are not its neighbours. Tables have a
+    row per message: peer, first row, rows."""
 
     home_index: Ints
     """row × groups + group of every row that leaves this rank as a home: packed in this order."""
@@ -137,11 +118,9 @@ class FarPart:
 
 
 def near_part(schedule: Schedule, members: Ints) -> Schedule:
-    """What moves between the ranks `members` (ascending, this one among them), which are numbered from 0 there.
-
-    Its buffers have room for all rows, also those that other ranks send; only rows per rank, slices and rank numbers
-    differ from those of `schedule`.
-    """
+    """What moves between the ranks `members` (ascending, this one among them), which are numbered from 0 there. Its
+    buffers have room for all rows, also those that other ranks send; only rows per rank, slices and rank numbers differ
+    from those of `schedule`."""
     if len(members) == schedule.ranks:
         return schedule
 

@@ -1,9 +1,8 @@
 """The ranks that exchange attention, and those of them that map each other's memory.
 
 With reserved servers trainers have a torch world without them, and a server has none at all. A group over both is made
-of a store alone, as tried on torch 2.11 and 2.13; what is private in torch about that is in this file and nowhere else.
-In: a store that all ranks reach. Out: an `OwnGroup`, or a `PeerGroup` over which landing areas are made. Transports ask
-the functions below, which know both kinds of groups. To find peers starts no collective and no communicator.
+of a store alone, as tried on torch 2.11 and 2.13 (`OwnGroup`); what is private in torch about that is in this file and
+nowhere else. To find peers (`PeerGroup`) starts no collective and no communicator.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ LETTING_GO_S = 1.0
 
 @dataclass(frozen=True, eq=False)
 class OwnGroup:
-    """A process group outside of torch's world."""
-
     rank: int
     ranks: int
     name: str
@@ -52,14 +49,11 @@ class OwnGroup:
         return [int(one) for one in into]
 
     def close(self) -> None:
-        """Take the name back from torch."""
         _TORCH._unregister_process_group(self.name)
 
     def abandon(self) -> None:
-        """Close a group one of whose ranks is lost; nobody uses it any more.
-
-        What other ranks have under way in it may end only when this rank's sockets close, and they close when the last
-        reference goes. That waits for what is under way here, so a thread of its own does it.
+        """Close a group one of whose ranks is lost. What other ranks have under way in it may end only when this rank's
+        sockets close, with the last reference; that waits for what is under way here, so a thread of its own does it.
         """
         self.close()
         held = [self]
@@ -75,10 +69,7 @@ Group: TypeAlias = dist.ProcessGroup | OwnGroup
 
 
 def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, name: str, timeout_s: float) -> OwnGroup:
-    """A group of the ranks that share a store. Collective; torch.distributed need not be initialised.
-
-    Raises CADError where this torch lacks what is needed for it.
-    """
+    """A group of the ranks that share a store. Collective; raises CADError where this torch lacks what that needs."""
     limit = timedelta(seconds=timeout_s)
     shared = dist.PrefixStore(name, store)
     try:
@@ -120,9 +111,8 @@ def size_of(group: Group) -> int:
 
 
 def has_ways_apart(group: Group, may_change: bool) -> bool:
-    """Whether transports have streams, and flags or a communicator, for each way: beside reserved servers, whose
-    results come home while the next nano-batch goes out. Not where training is to go on without one that is lost
-    (`may_change`): there hosts wait for each exchange."""
+    """Whether each way has a stream, and flags or a communicator, of its own: beside reserved servers, whose results
+    come home while the next nano-batch goes out. Not where a lost one may be done without: there hosts wait."""
     return isinstance(group, OwnGroup) and not may_change
 
 
@@ -131,13 +121,11 @@ def name_of(group: Group) -> str:
 
 
 def processes_of(group: Group) -> dist.ProcessGroup:
-    """What torch's collectives take."""
     return group.processes if isinstance(group, OwnGroup) else group
 
 
 def abort(group: Group, device: torch.device) -> None:
-    """End what this rank has under way on a device: a GPU cannot be freed otherwise from a collective that another rank
-    does not join. The group is of no use then."""
+    """End what this rank has under way on a device: what frees a GPU from a collective that a rank does not join."""
     processes_of(group)._get_backend(device).abort()
 
 
@@ -148,7 +136,6 @@ class PeerGroup:
     members: Table
     """Ranks of the CAD group, ascending."""
     place: int
-    """Where this rank is among them."""
     handle: dist.ProcessGroup | str | None
     """What torch's symmetric memory calls them; None: a rank alone, whose memory nobody else maps."""
     registered: tuple[dist.ProcessGroup, dist.Store] | None = None
@@ -177,12 +164,9 @@ def find_peers(group: Group, alarm: Alarm, near: list[int] | None) -> PeerGroup:
 
 
 def host_group(group: Group, near: list[int]) -> PeerGroup:
-    """The ranks with the same number as this one.
-
-    Symmetric memory wants no more of a process group than rank, size and a store, so one is registered that has
-    nothing else. `dist.new_group` would have all ranks of the job make the groups of all hosts, one after the other,
-    and where a device is bound to the default group, ranks outside of a gloo group split its NCCL communicator.
-    """
+    """The ranks with the same number as this one. Symmetric memory wants no more of a process group than rank, size and
+    a store. `dist.new_group` would have all ranks make the groups of all hosts, and where a device is bound to the
+    default group, split its NCCL communicator."""
     rank = rank_of(group)
     members = np.flatnonzero(np.asarray(near) == near[rank]).astype(np.int64)
     place = int(np.searchsorted(members, rank))
@@ -205,11 +189,9 @@ def _register(name: str, store: dist.Store, place: int, ranks: dict[int, int]) -
 
 
 def _show(name: str, processes: dist.ProcessGroup, store: dist.Store, ranks: dict[int, int]) -> None:
-    """Let an older torch's symmetric memory, whose `enable_symm_mem_for_group` is not deprecated, find a group.
-
-    It looks store and ranks up among its own groups. They are there for this moment only: the profiler, for one, takes
-    whatever is there for a whole process group.
-    """
+    """Let an older torch's symmetric memory, whose `enable_symm_mem_for_group` is not deprecated, find a group. It
+    looks store and ranks up among its own groups. They are there for this moment only: the profiler, for one, takes
+    whatever is there for a whole process group."""
     enable = getattr(symmetric_memory(), "enable_symm_mem_for_group", None)
     if enable is None or hasattr(enable, "__deprecated__"):
         return
@@ -222,13 +204,12 @@ def _show(name: str, processes: dist.ProcessGroup, store: dist.Store, ranks: dic
 
 
 def open_store(group: Group, purpose: str) -> dist.Store:
-    """A part of the job's store for one transport object: all ranks of the group open it in the same order."""
+    """A part of the job's store for one transport: all ranks of the group open it in the same order."""
     shared, number = _count_openings(group, purpose)
     return dist.PrefixStore(f"{number}", shared)
 
 
 def _count_openings(group: Group, purpose: str) -> tuple[dist.Store, int]:
-    """What all openings for a purpose share, and how many this rank has made."""
     store = group.store if isinstance(group, OwnGroup) else _TORCH._get_default_store()
     shared = dist.PrefixStore(f"deepspeed_cad/{purpose}/{name_of(group)}", store)
     return shared, shared.add(f"opened by {rank_of(group)}", 1)
@@ -256,7 +237,6 @@ class MemoryStore(dist.Store):
         self._store.set(self._rename(key), value)
 
     def get(self, key: str) -> bytes:
-        """A value, when it is there. Raises ServerLostError where a server is lost, CADPeerError where time is up."""
         self.wait([key])
         return self._store.get(self._rename(key))
 
@@ -264,7 +244,7 @@ class MemoryStore(dist.Store):
         return self._store.check([self._rename(key) for key in keys])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until values are there; raises as `get`."""
+        """Raises ServerLostError where a server is lost, CADPeerError where time is up."""
         alarm = self._alarm
         # Asked again and again, so that it ends where a server is lost.
         if not alarm.liveness.patiently(

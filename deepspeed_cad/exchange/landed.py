@@ -5,12 +5,9 @@ missing into the same areas (nccl.py, `Strangers`).
 
 One C++ call per exchange queues strided copies of every slice straight from the producer's tensors on one stream, and
 behind each peer's copies writes of the exchange's identity and of its number to that peer's flag. Consumers wait for
-their own flags on their own stream: no kernel, no packing, no host synchronisation. What identities say is compared by
-the watchdog's thread (failure/identity.py). Only where training goes on without a server that is lost, the host looks
-at the flags instead of a stream (Watchdog.wait_for). Beside reserved servers each way has a copy stream and flags of
-its own: on one stream a rank's word that it has come to an exchange would wait behind what it sends the other way.
-
-Why memory is never overwritten too early is told in landing.py.
+their own flags on their own stream: no kernel, no packing, no host synchronisation. Beside reserved servers each way
+has a copy stream and flags of its own: on one stream a rank's word that it has come to an exchange would wait behind
+what it sends the other way. Why memory is never overwritten too early is told in landing.py.
 """
 
 from __future__ import annotations
@@ -26,14 +23,8 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.copies import (
-    PushTable,
-    address_fields,
-    dispatch_pushes,
-    near_part,
-    plan_landing,
-    return_pushes,
-)
+from deepspeed_cad.exchange import copies
+from deepspeed_cad.exchange.copies import PushTable, dispatch_pushes, near_part, return_pushes
 from deepspeed_cad.exchange.failure.identity import RING, Comparison, Flags, Identity, Moment
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
@@ -41,19 +32,10 @@ from deepspeed_cad.exchange.group import Group, OwnGroup, find_peers, has_ways_a
 from deepspeed_cad.exchange.landing import LandingArea, Lanes, make_buffers
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nccl import Messenger, Strangers
-from deepspeed_cad.exchange.placement import Placement, check_home, check_served, find_placement, place
-from deepspeed_cad.exchange.transport import (
-    UNNAMED,
-    Dispatched,
-    Outgoing,
-    Returned,
-    Returning,
-    Transport,
-    UnderWay,
-    leave_to_streams,
-)
+from deepspeed_cad.exchange.placement import Placement, check_home, find_placement, place
+from deepspeed_cad.exchange.transport import UNNAMED, Outgoing, Returning, Transport, UnderWay, leave_to_streams
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Room
 
 FLAG_BYTES, NAME_BYTES = 4, 8
 PAGE = 4096
@@ -62,8 +44,8 @@ RESCUE_STREAMS = 9
 POISON = 1 << 30
 """Added to an exchange's number to let its waits end after a failure."""
 LONG_AGO = 1 << 29
-"""Exchanges. Flags come round after 2^32 and are compared by the nearer way: a number half a round behind would seem to
-be ahead. A lane may rest that long; who waits for what was longer ago than this waits for this, where all have been."""
+"""Exchanges. Flags come round after 2^32 and are compared by the nearer way: what is half a round behind seems ahead. A
+lane may rest that long; who waits for what was longer ago than this waits for this, where all have been."""
 
 _Shape = tuple[int, int, torch.dtype]
 """Kind, width in elements and type of one field."""
@@ -83,8 +65,6 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """What is made once per schedule."""
-
     dispatch: PushTable
     give_back: PushTable
     placements: tuple[Placement, ...]
@@ -93,13 +73,9 @@ class _Tables:
 
 
 class LandingTransport(Transport):
-    """See the top of this file, and Transport."""
-
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, near: list[int] | None = None) -> None:
-        """Collective: every rank of the group makes one at the same time.
-
-        `near`: one number for every rank; ranks with the same number copy, all others get messages. None: all copy.
-        """
+        """Collective. `near`: one number for every rank; ranks with the same number copy, all others get messages.
+        None: all copy."""
         self.name = "nvlink" if near is None else "mixed"
         # Copies inside a host take less time than starting more of them.
         self.most_waves = 1 if near is None else 8
@@ -110,7 +86,7 @@ class LandingTransport(Transport):
         self.strangers = None if near is None else Strangers(group, device, near, alarm)
         with ExitStack() as on_error:
             if self.strangers is not None:
-                on_error.callback(self.strangers.leave)
+                on_error.callback(self.strangers.messages.leave)
             peers = self.peers = find_peers(group, alarm, near)
             self.rank, self.place, self.ranks = int(peers.members[peers.place]), peers.place, len(peers.members)
             roll_call = RollCall(open_store(group, "landing"), size_of(group), alarm)
@@ -152,7 +128,7 @@ class LandingTransport(Transport):
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
-    ) -> Dispatched:
+    ) -> UnderWay[list[torch.Tensor]]:
         """See Transport.dispatch. What arrives is valid until its return, or the next dispatch on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane = self._lanes.out(nano_batch, moment.wave)
@@ -172,19 +148,18 @@ class LandingTransport(Transport):
 
     def give_back(
         self, schedule: Schedule, fields: list[Returning], nano_batch: int, moment: Moment = UNNAMED
-    ) -> Returned:
+    ) -> UnderWay[None]:
         """See Transport.give_back. It must be waited for before the next exchange on the same lane."""
         tables = self._begin(schedule, nano_batch, moment.wave)
         lane, back = self._lanes.out(nano_batch, moment.wave), self._lanes.back(nano_batch, moment.wave)
         if lane.give_back:
             raise CADError(f"rank {self.rank}: two returns on nano-batch {nano_batch} without a dispatch between them")
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
-        addresses, landed = self._prepare(tables, back.area, schedule.landed_rows, shapes)
+        addresses, landed = self._prepare(tables, back, schedule.landed_rows, shapes)
         for row, f in zip(addresses, fields):
-            check_served(f.served, int(schedule.served_rows[self.rank, f.kind]))
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         under_way = self._start(self._back, [f.served for f in fields], moment, nano_batch, True, schedule)
-        self._push(under_way, tables.give_back, addresses, back.area, (self._out, lane.dispatch))
+        self._push(under_way, tables.give_back, addresses, back, (self._out, lane.dispatch))
         lane.give_back = self.exchanges
         back.unfinished = UnderWay(under_way, partial(self._place, tables.placements, fields, landed))
         if self.strangers is not None:
@@ -210,7 +185,7 @@ class LandingTransport(Transport):
             self._tables.clear()
             self.peers.forget()
             if self.strangers is not None:
-                self.strangers.leave()
+                self.strangers.messages.leave()
 
     def abandon(self) -> Callable[[], None]:
         """See Transport.abandon. What other ranks still copy into memory of this one lies in their mappings too, and
@@ -237,7 +212,6 @@ class LandingTransport(Transport):
             place(placements[f.kind], rows, f.served, f.home, f.add)
 
     def _wait(self, landed: list[torch.Tensor], under_way: _Pushed) -> list[torch.Tensor]:
-        """Queue on the current stream: until all ranks have pushed this exchange, and its sources have been read."""
         self.alarm.check()
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
@@ -285,7 +259,7 @@ class LandingTransport(Transport):
         if found is not None:
             return found
         kinds, widths = [kind for kind, _, _ in shapes], [width * dtype.itemsize for _, width, dtype in shapes]
-        begin, needed = plan_landing(rows, kinds, widths)
+        begin, needed = copies.plan_landing(rows, kinds, widths)
         if self._lanes.grow([(area, needed)]):
             self._forget_views()
         sources = [(kind, 0, 0, 0, width) for kind, width in zip(kinds, widths)]
@@ -293,7 +267,7 @@ class LandingTransport(Transport):
             area.field(int(at), int(rows[self.rank, kind]), width, dtype)
             for at, (kind, width, dtype) in zip(begin[:, self.rank], shapes)
         ]
-        addresses = address_fields(sources, area.buffer.addresses + begin[:, self.peers.members])
+        addresses = copies.address_fields(sources, area.buffer.addresses + begin[:, self.peers.members])
         made = tables.prepared[area.label, shapes] = addresses, landed
         return made
 
@@ -325,11 +299,9 @@ class LandingTransport(Transport):
         under_way.done.append(stream.record_event())
 
     def _join(self, under_way: _Pushed, way: Messenger, messages: Table, packed: list[torch.Tensor]) -> None:
-        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both.
-
-        The watchdog looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits
-        for the whole device before.
-        """
+        """Queue the messages of an exchange whose peer copies are queued; waiting for it waits for both. The watchdog
+        looks after messages apart from the wait of whoever uses what arrives: growing a landing area waits for the
+        whole device before."""
         under_way.readers.append(way.stream)
         under_way.sources.extend(packed)
         done = way.exchange(under_way.identity, messages, self._comparison, self._watchdog, self.transfers)
@@ -339,26 +311,23 @@ class LandingTransport(Transport):
 
     def _give_up(self) -> None:
         """Called by the watchdog: end the waits of this rank; what landed becomes NaN, the next call raises."""
-        try:
-            self._end_waits()
-        finally:
-            if self.strangers is not None:
-                self.strangers.leave()  # after the waits for neighbours: messages behind them can be stopped then
-
-    def _end_waits(self) -> None:
         everyone, no_slices = np.arange(self.ranks, dtype=np.int64), np.zeros((0, 5), np.int64)
         nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
-        # A stream that shares a hardware queue with the stuck one would wait behind it: one of several gets through.
-        for stream in self._rescue:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                for area in self._lanes.areas():
-                    if area.capacity:
-                        area.buffer.tensor.fill_(255)
-                for way in (self._out, self._back):
-                    self.calls.push(
-                        stream.cuda_stream, everyone, nothing, no_slices, no_fields, way.own_flags,
-                        self._pushed + POISON,
-                    )  # fmt: skip
+        try:
+            # A stream that shares a queue of the GPU with the stuck one waits behind it: one of several gets through.
+            for stream in self._rescue:
+                with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                    for area in self._lanes.areas():
+                        if area.capacity:
+                            area.buffer.tensor.fill_(255)
+                    for way in (self._out, self._back):
+                        self.calls.push(
+                            stream.cuda_stream, everyone, nothing, no_slices, no_fields, way.own_flags,
+                            self._pushed + POISON,
+                        )  # fmt: skip
+        finally:
+            if self.strangers is not None:
+                self.strangers.messages.leave()  # after the waits for neighbours: what is behind them can stop then
 
 
 @dataclass(eq=False)
@@ -371,7 +340,6 @@ class _Pushed:
     """Held until the copies that read them are ordered before whatever reuses their memory."""
     producer: torch.cuda.Stream
     readers: list[torch.cuda.Stream]
-    """Where sources are read."""
 
     def __del__(self) -> None:
         # An error fell before `wait`.

@@ -7,15 +7,11 @@ every rank decides it from the same plan, at the same exchange.
 Why memory is never overwritten too early. All ranks start the same exchanges in the same order, numbered 1, 2, …; flag
 p of a rank says the number of p's last finished pushes, and p starts pushing only after what was queued before on the
 stream that is current then. For a dispatch that is the training stream, which has waited for all earlier exchanges; so
-"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream, on which
-served tasks run beside local ones: the training stream waits for that before it places what came back. Where ways are
-apart, flag p is the one of the way of n.
-Nano-batches have lanes of their own.
+"flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream: the
+training stream waits for that before it places what came back. Where ways are apart, flag p is the one of the way of n.
   Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
-  a peer whose flag has reached that return.
-  Only where dispatches follow each other without a return (links are timed so), a second area takes turns with the
-  first: what landed is valid until the next dispatch, so the area of the one before last is free at a peer whose flag
-  has reached the last one.
+  a peer whose flag has reached that return. Only where dispatches follow each other without a return (links are timed
+  so), a second area takes turns with the first, and is free at a peer whose flag has reached the last dispatch.
   Return: one area per lane. A return must be waited for before the next dispatch starts whose return takes its lane
   (checked), so the area is free at a peer whose flag has reached that dispatch.
 """
@@ -38,7 +34,7 @@ from deepspeed_cad.exchange.group import PeerGroup
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.exchange.transport import Returned
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import BACK, HEADROOM, OUT, Room, lane_bytes
+from deepspeed_cad.schedule.waves import BACK, HEADROOM, OUT, Room, lane_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +74,8 @@ class SymmetricBuffer:
 def make_buffers(
     sizes: list[int], peers: PeerGroup, device: torch.device, roll_call: RollCall, what: str
 ) -> list[SymmetricBuffer]:
-    """Buffers of the same sizes on every rank. Collective.
-
-    All are allocated before ranks meet. Where one rank lacks one of them, all raise the same NoRoomError, `what` in it,
-    and nothing is left behind.
-    """
+    """Buffers of the same sizes on every rank, allocated before ranks meet. Collective. Where one rank lacks one, all
+    raise the same NoRoomError, `what` in it, and nothing is left behind."""
     memory: Any = torch if peers.handle is None else symmetric_memory()
     tensors, problem = _allocate(memory, sizes, device, roll_call.alarm.goes_on)
     # Before the ranks map each other's memory: who waits there for a rank that has none waits for half an hour.
@@ -122,13 +115,13 @@ def _allocate(
 
 @dataclass(eq=False)
 class LandingArea:
-    """One landing area that grows in lockstep."""
-
     label: str
     capacity: int = 0
     last_operation: int = 0
     """Number of the exchange that filled it last."""
     memory: SymmetricBuffer | None = None
+    unfinished: Returned | None = None
+    """What is under way on the way back."""
 
     @property
     def buffer(self) -> SymmetricBuffer:
@@ -137,7 +130,6 @@ class LandingArea:
         return self.memory
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """A field that landed here: [rows, width]."""
         size = rows * width * dtype.itemsize
         return self.buffer.tensor[begin : begin + size].view(dtype).view(rows, width)
 
@@ -149,7 +141,6 @@ class OutLane:
     areas: tuple[LandingArea, LandingArea]
     """The second one only where dispatches follow each other without a return."""
     filled: int = 1
-    """Which area the last dispatch landed in."""
     dispatch: int = 0
     give_back: int = 0
     """The return of that dispatch; 0 before it started."""
@@ -164,24 +155,14 @@ class OutLane:
         return self.areas[self.filled]
 
 
-@dataclass(eq=False)
-class BackLane:
-    """A place on the way back: its area and what is under way."""
-
-    area: LandingArea
-    unfinished: Returned | None = None
-
-
 class Lanes:
-    """All lanes of a transport."""
-
     def __init__(self, peers: PeerGroup, device: torch.device, roll_call: RollCall) -> None:
         self.peers, self.device, self.roll_call = peers, device, roll_call
         self._out: dict[tuple[int, int], OutLane] = {}
-        self._back: dict[tuple[int, int], BackLane] = {}
+        self._back: dict[tuple[int, int], LandingArea] = {}
 
     def out(self, nano_batch: int, wave: int) -> OutLane:
-        """Where a wave of a nano-batch lands at its servers; areas are empty at first."""
+        """Where a wave of a nano-batch lands at its servers."""
         key = nano_batch, wave % OUT
         if key not in self._out:
             self._out[key] = OutLane((_area("out", *key), _area("out (odd)", *key)))
@@ -197,11 +178,10 @@ class Lanes:
             )
         back.unfinished = None
 
-    def back(self, nano_batch: int, wave: int) -> BackLane:
-        """Where its results land at home."""
+    def back(self, nano_batch: int, wave: int) -> LandingArea:
         key = nano_batch, wave % BACK
         if key not in self._back:
-            self._back[key] = BackLane(_area("back", *key))
+            self._back[key] = _area("back", *key)
         return self._back[key]
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> bool:
@@ -209,18 +189,15 @@ class Lanes:
         out = lane_bytes([one.served_rows for one in schedules], room.out, OUT)
         back = lane_bytes([one.landed_rows for one in schedules], room.back, BACK)
         areas = [self.out(nano_batch, number).areas[0] for number in range(len(out))]
-        areas += [self.back(nano_batch, number).area for number in range(len(back))]
+        areas += [self.back(nano_batch, number) for number in range(len(back))]
         # Each field begins at a multiple of an alignment.
         needed = [(area, size + FIELDS * ALIGNMENT) for area, size in zip(areas, out + back, strict=True)]
         return self.grow(needed, room.headroom)
 
     def grow(self, areas: list[tuple[LandingArea, Table]], headroom: float = HEADROOM) -> bool:
-        """Have room for so many bytes ([ranks]) in each of these areas, or raise NoRoomError and keep what was.
-
-        Every rank passes the same areas and numbers, at the same exchange, and all areas are as large as the fullest
-        rank needs them: those of other hosts, too. An area that grows becomes `headroom` times as large as it must be.
-        Gives whether any has other memory than before.
-        """
+        """Have room for so many bytes ([ranks]) in each of these areas, as much as the fullest rank needs on all hosts,
+        or raise NoRoomError and keep what was. Every rank passes the same, at the same exchange. An area that grows
+        becomes `headroom` times as large as it must be. Gives whether any has other memory than before."""
         growing = [
             (area, -(-int(max(most, 1) * headroom) // GRAIN) * GRAIN)
             for area, most in ((area, int(needed.max(initial=0))) for area, needed in areas)
@@ -245,8 +222,7 @@ class Lanes:
     def areas(self) -> Iterator[LandingArea]:
         for out in self._out.values():
             yield from out.areas
-        for back in self._back.values():
-            yield back.area
+        yield from self._back.values()
 
     def release(self) -> None:
         self._out.clear()

@@ -30,12 +30,10 @@ MORE = 8
 MOST_ROWS = {"cuda": 4096, "cpu": 512}
 """50 MB on GPUs: at 360 GB/s that takes five times as long as it takes to start. 6 MB on CPUs."""
 IN_ONE_GO = {"cuda": 16, "cpu": 1}
-"""Most exchanges between two looks at the clock: on GPUs starting one hides behind the one before, and what ranks begin
-apart is spread over all of them."""
+"""Most exchanges between two looks at the clock: on GPUs starting one hides behind the one before."""
 ONE_GO_S = 0.02
 """No more exchanges in one go than this should take."""
 ROUNDS = 3
-"""Of each size; the median counts."""
 LONG_ENOUGH_S = (0.005, 0.02)
 """Of one exchange, inside a host and between hosts: a longer one would say the same. Networks may let a burst pass."""
 BUDGET_S = 0.7
@@ -59,11 +57,9 @@ class Links:
 
 
 def measure_links(transport: Transport, device: torch.device, rank: int, hosts: Sequence[int], gather: Gather) -> Links:
-    """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it.
-
-    The figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does. Nothing is
-    under way on the transport.
-    """
+    """Time dispatches of Q, K and V, first inside hosts and then between them. Collective: every rank calls it. The
+    figures are those of the slowest rank of each kind, because a plan ends when its slowest rank does. Nothing is under
+    way on the transport."""
     sent = transport.bytes_sent
     speeds: dict[bool, float | None] = {}
     for same in (True, False):
@@ -90,12 +86,10 @@ def peer_schedule(peers: list[list[int]], rank: int, groups: int, tokens: int) -
 def _time_pairs(
     transport: Transport, device: torch.device, rank: int, peers: list[list[int]], gather: Gather, enough_s: float
 ) -> float:
-    """The speed of one kind of link, from exchanges that grow until they last long enough."""
     dispatches = 0
 
     def prepare(rows: int) -> tuple[Schedule, Callable[[int], list[int]]]:
-        # One schedule for all rounds of a size: transports make tables for each that they see first, in training ahead
-        # of many layers.
+        # One schedule for all rounds of a size: transports make tables for each that they see first.
         schedule = peer_schedule(peers, rank, GROUPS, rows)
         fields = [
             Outgoing(kind, torch.zeros(schedule.query_tokens, GROUPS, width, device=device, dtype=ELEMENT))

@@ -74,8 +74,6 @@ class CudaCalls:
 
 
 class NcclCalls:
-    """One NCCL communicator."""
-
     def __init__(self, unique_id: bytes, ranks: int, rank: int) -> None:
         self._communicator, self._leaving = _P(), threading.Lock()
         native.call("cad_nccl_join", unique_id, ranks, rank, ctypes.byref(self._communicator))
@@ -94,8 +92,12 @@ class NcclCalls:
 
 def open_nccl() -> int:
     """Find NCCL; gives its version number."""
-    library, path, version = _library(), nccl_file(), _I()
-    native.call("cad_nccl_open", None if path is None else str(path).encode(), library=library)
+    library, version = _library(), _I()
+    # The library that torch's wheels bring along, where there is one.
+    found = util.find_spec("nvidia")
+    folders = list(found.submodule_search_locations or []) if found else []
+    files = [file for folder in folders for file in Path(folder).glob("nccl/lib/libnccl.so.2")]
+    native.call("cad_nccl_open", str(files[0]).encode() if files else None, library=library)
     native.call("cad_nccl_version", ctypes.byref(version), library=library)
     return version.value
 
@@ -105,14 +107,6 @@ def new_unique_id() -> bytes:
     buffer = ctypes.create_string_buffer(128)
     native.call("cad_nccl_unique_id", buffer)
     return buffer.raw
-
-
-def nccl_file() -> Path | None:
-    """The NCCL library that torch's wheels bring along, where there is one."""
-    found = util.find_spec("nvidia")
-    folders = list(found.submodule_search_locations or []) if found else []
-    files = [file for folder in folders for file in Path(folder).glob("nccl/lib/libnccl.so.2")]
-    return files[0] if files else None
 
 
 def peer_reach(device: torch.device) -> list[int]:

@@ -1,9 +1,8 @@
 """Messages by NCCL: a communicator of all ranks of a group, apart from torch's, on a stream of its own. And who sends
 them: the `nccl` transport, where the rows of a field to a peer are one message, and `Strangers`, a part of `mixed`.
 
-In: tables of messages. Out: work queued on the stream. Ahead of the messages of an exchange, and in a call of their
-own, travel the numbers of the exchange (failure/identity.py), to whoever gets messages: if two ranks are in different
-exchanges, the sizes that they send and expect differ and NCCL may hang in the messages, but the numbers are there.
+Ahead of the messages of an exchange, and in a call of their own, travel its numbers (failure/identity.py): if ranks are
+in different exchanges, sizes differ and NCCL may hang in the messages, but the numbers are there.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from deepspeed_cad.threads import run_aside, start_daemon
 
 NUMBER_BYTES = 8
 PRIORITY = -2
-"""Of the streams that messages run on: before all attention, which has 0 and -1. NCCL moves data by kernels, and those
-of a stream that is not ahead start only when all blocks of attention that was queued earlier have: the exchange would
-run behind what is there to hide it."""
+"""Of the streams that messages run on: before all attention, which has 0 and -1. Kernels of a stream that is not ahead
+start only when all blocks of attention queued earlier have: the exchange would run behind what is to hide it."""
 
 
 def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
@@ -58,8 +56,8 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
 
 
 def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:
-    """A communicator, or an error when time is up or a server is lost. NCCL cannot be interrupted while it joins ranks:
-    its thread stays behind where it must, and leaves what it gets too late."""
+    """NCCL cannot be interrupted while it joins ranks: where time is up, or a server is lost, its thread stays behind,
+    and leaves what it gets too late."""
     try:
         if alarm.liveness.patiently(joined.done, "opening NCCL", with_servers=True, timeout_s=alarm.timeout_s):
             return joined.result()
@@ -81,31 +79,29 @@ class TwoWays:
     """Messengers of one transport: for what goes out, and for what comes back."""
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, apart: bool) -> None:
-        """Collective: every rank of the group makes one at the same time.
-
-        `apart`: each way has a communicator and a stream of its own, so that a wave comes back while the next is still
-        on its way out. All ranks start exchanges in the same order, so no two can wait for each other.
-        """
+        """Collective. `apart`: each way has a communicator and a stream of its own, so that a wave comes back while the
+        next is still on its way out. All ranks start exchanges in the same order, so no two can wait for each other."""
         self.out = Messenger(group, device, alarm)
         try:
             self.back = Messenger(group, device, alarm) if apart else self.out
         except BaseException:
-            self.out.leave()
+            self.out.calls.leave()
             raise
 
     def leave(self) -> None:
+        """Leave the communicators and stop what is under way; harmless when called again. Leaving in good order would
+        wait for ranks that may be gone."""
         try:
-            self.out.leave()
+            self.out.calls.leave()
         finally:
             if self.back is not self.out:
-                self.back.leave()
+                self.back.calls.leave()
 
 
 class Messenger:
     """Sends and receives what belongs to exchanges of one transport, one behind the other."""
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
-        """Collective: every rank of the group makes one at the same time."""
         self.device, self.alarm = device, alarm
         self.rank, self.ranks = rank_of(group), size_of(group)
         self.calls = join_ranks(group, device, alarm)
@@ -118,10 +114,8 @@ class Messenger:
         transfers: Transfers | None = None,
     ) -> torch.cuda.Event | None:  # fmt: skip
         """Queue the messages ([n, 4], see NcclCalls.exchange) of an exchange behind what the current stream holds now.
-
         Gives what happens when they are over; None where there are none. `transfers` notes how long they took: from
-        when the numbers are here, which is when the ranks have met, so no waiting for a late rank is in it.
-        """
+        when the numbers are here, which is when the ranks have met, so no waiting for a late rank is in it."""
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         everybody = self.alarm.goes_on
@@ -133,7 +127,10 @@ class Messenger:
         if everybody:
             # Who has an exchange behind it knows then that all ranks have come to it: passes are held as long.
             pairs = np.array([(way, one) for way in (0, 1) for one in range(self.ranks) if one != self.rank], np.int64)
-        numbers = _number_messages(pairs, mine.data_ptr(), theirs.data_ptr())
+        # A number to every rank that gets messages, and one from every rank that sends some.
+        address = np.where(pairs[:, 0] == 1, mine.data_ptr(), theirs.data_ptr() + pairs[:, 1] * NUMBER_BYTES)
+        size_of_each = np.full(len(pairs), NUMBER_BYTES)
+        numbers = np.ascontiguousarray(np.stack([*pairs.T, address, size_of_each], axis=1), np.int64)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             mine.fill_(identity.number)
         before = stream.record_event()
@@ -151,11 +148,6 @@ class Messenger:
         watchdog.track(known, done, identity)
         return done
 
-    def leave(self) -> None:
-        """Leave the communicator and stop what is under way; harmless when called again. Leaving in good order would
-        wait for ranks that may be gone."""
-        self.calls.leave()
-
     def _queue(self, identity: Identity, messages: Table, watchdog: Watchdog) -> None:
         try:
             # The first message between two ranks connects them, and the host waits for that inside the call.
@@ -165,27 +157,15 @@ class Messenger:
             raise self.alarm.explain(str(identity), error) from error
 
 
-def _number_messages(pairs: Table, mine: int, theirs: int) -> Table:
-    """A number to every rank that gets messages, and one from every rank that sends some ([n, 2]: is_send, peer)."""
-    address = np.where(pairs[:, 0] == 1, mine, theirs + pairs[:, 1] * NUMBER_BYTES)
-    return np.ascontiguousarray(
-        np.stack([pairs[:, 0], pairs[:, 1], address, np.full(len(pairs), NUMBER_BYTES)], axis=1), np.int64
-    )
-
-
 @dataclass(eq=False)
 class Parcel:
-    """One exchange under way."""
-
     identity: Identity
     packed: list[torch.Tensor]
-    """Held until the transfer is over."""
     arrived: list[torch.Tensor]
     producer: torch.cuda.Stream
     messages: torch.cuda.Stream
     """Where NCCL reads what is packed and writes what arrives."""
     done: torch.cuda.Event | None = None
-    """None: nothing moves."""
 
     def __del__(self) -> None:
         # An error fell before it was received or released.
@@ -199,7 +179,6 @@ class NcclTransport(PackedTransport):
     most_waves = 8
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm, several_hosts: bool = False) -> None:
-        """Collective: every rank of the group makes one at the same time, `several_hosts` alike."""
         super().__init__(group, device, alarm)
         self.two_ways = has_ways_apart(group, alarm.liveness.may_change)
         self.messages = TwoWays(group, device, alarm, several_hosts or self.two_ways)
@@ -227,7 +206,6 @@ class NcclTransport(PackedTransport):
         return parcel
 
     def _receive(self, parcel: Parcel) -> list[torch.Tensor]:
-        """What is queued on the current stream from now on begins when the exchange is over."""
         self.alarm.check()
         if self.alarm.goes_on and parcel.done is not None:
             self._watchdog.wait_for(parcel.done.query, parcel.identity)
@@ -280,22 +258,20 @@ class NcclTransport(PackedTransport):
 
 
 def _run_of_each(rows: Table) -> Table:
-    """[peers, 3]: peer, first row and rows of what goes to each, or comes from it, one behind the other."""
+    """[peers, 3]: peer, first row and rows, one behind the other."""
     return np.stack([np.arange(len(rows)), np.cumsum(rows) - rows, rows], axis=1)
 
 
 class Strangers:
-    """What the `mixed` transport exchanges with ranks whose memory this one does not map, in the same exchange as peer
-    copies between neighbours (landed.py). A rank without neighbours uses messages alone.
+    """What the `mixed` transport (landed.py) exchanges with ranks whose memory this one does not map.
 
-    What travels between hosts is received straight into the landing areas, between the rows that neighbours copy there;
-    so what arrived is one buffer, and what came back is placed by one launch. Why nothing is received too early: every
-    exchange makes the message stream wait for what was queued on the current stream before, whether it has messages or
-    not. The areas take turns as landing.py says, so what landed in an area before has been used by then.
+    It is received straight into the landing areas, between the rows that neighbours copy there. Why not too early:
+    every exchange makes the message stream wait for what was queued on the current stream before, whether it has
+    messages or not. Areas take turns as landing.py says, so what landed in one before has been used by then.
     """
 
     def __init__(self, group: Group, device: torch.device, near: list[int], alarm: Alarm) -> None:
-        """Collective: every rank of the group makes one at the same time. `near`: see LandingTransport."""
+        """Collective. `near`: see LandingTransport."""
         if len(near) != size_of(group):
             raise CADError(f"{len(near)} numbers of neighbourhoods for a group of {size_of(group)} ranks")
         self.device = device
@@ -316,14 +292,9 @@ class Strangers:
     def returning(
         self, schedule: Schedule, fields: list[Returning], landed: list[torch.Tensor]
     ) -> tuple[Messenger, Table, list[torch.Tensor]]:
-        """The same of a return."""
         parts = [self._look_up(schedule)[f.kind][0] for f in fields]
         runs = [(part.served, part.landed) for part in parts]
         return self.messages.back, list_messages(runs, [f.served for f in fields], landed), []
-
-    def leave(self) -> None:
-        """Leave the communicators and stop what is under way; harmless when called again."""
-        self.messages.leave()
 
     def _look_up(self, schedule: Schedule) -> list[tuple[FarPart, torch.Tensor]]:
         found = self._far.get(schedule)

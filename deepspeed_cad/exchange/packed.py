@@ -1,9 +1,8 @@
 """Transports that pack: rows travel as one message per peer, and are put into place on arrival.
 
-For ranks without access to each other's memory, and for CPUs. In: schedules and tensors. Out: the same as by any other
-transport. A `PackedTransport` leaves to its subclasses what moves the packed rows, and with them the numbers of
-exchanges (failure/identity.py): here collectives of torch.distributed, the transport `c10d`; in nccl.py messages. Every
-exchange takes its buffers from torch's allocator, so nano-batches and waves need no memory of their own.
+For ranks without access to each other's memory, and for CPUs. A `PackedTransport` leaves to its subclasses what moves
+the packed rows, and with them the numbers of exchanges (failure/identity.py): here collectives of torch.distributed,
+the transport `c10d`; in nccl.py messages. Buffers of every exchange come from torch's allocator.
 """
 
 from __future__ import annotations
@@ -26,20 +25,18 @@ from deepspeed_cad.exchange.failure.identity import RING, Comparison, Identity, 
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group, OwnGroup, abort, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.native_calls import Table
-from deepspeed_cad.exchange.placement import KindRows, place, rows_of_kinds, take
+from deepspeed_cad.exchange.placement import KindRows, place, take
 from deepspeed_cad.exchange.transport import UNNAMED, Dispatched, Outgoing, Returned, Returning, Transport, UnderWay
-from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.schedule import KEY, QUERY, Schedule
 
 Counts = list[tuple[Table, Table]]
 """Of each field, its rows to every peer and from it."""
 
 
 class PackedTransport(Transport):
-    """See the top of this file, and Transport."""
-
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         super().__init__(group, device, alarm)
-        self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, KindRows]] = WeakKeyDictionary()
+        self._kinds: WeakKeyDictionary[Schedule, tuple[KindRows, ...]] = WeakKeyDictionary()
 
     def dispatch(
         self, schedule: Schedule, fields: list[Outgoing], nano_batch: int, moment: Moment = UNNAMED
@@ -65,33 +62,29 @@ class PackedTransport(Transport):
 
     @abstractmethod
     def _receive(self, parcel: Any) -> list[torch.Tensor]:
-        """What arrived, [rows, width] of every field, complete for work queued after this call.
-
-        A dead peer is a CADPeerError that names it.
-        """
+        """What arrived, [rows, width] of every field, complete for work queued after this call."""
 
     def _release(self, parcel: Any) -> None:
         """What arrived has been read, by work queued before this call."""
 
-    def _begin(self, schedule: Schedule) -> tuple[KindRows, KindRows]:
+    def _begin(self, schedule: Schedule) -> tuple[KindRows, ...]:
         self.alarm.check()
-        found = self._kinds.get(schedule)
-        if found is None:
-            found = self._kinds[schedule] = rows_of_kinds(schedule, self.device)
-        return found
+        if schedule not in self._kinds:
+            self._kinds[schedule] = tuple(KindRows.of(schedule, kind, self.device) for kind in (QUERY, KEY))
+        return self._kinds[schedule]
 
     def _start(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> Any:
         self.bytes_sent += int(sum(sent.sum() * _row_bytes(rows) for rows, (sent, _) in zip(packed, counts)))
         return self._send(packed, counts, identity, is_return)
 
     def _arrange(
-        self, schedule: Schedule, fields: list[Outgoing], kinds: tuple[KindRows, KindRows], parcel: Any
+        self, schedule: Schedule, fields: list[Outgoing], kinds: tuple[KindRows, ...], parcel: Any
     ) -> list[torch.Tensor]:
         buffers = [kinds[f.kind].group_major(schedule, f, rows) for f, rows in zip(fields, self._receive(parcel))]
         self._release(parcel)
         return buffers
 
-    def _place(self, fields: list[Returning], kinds: tuple[KindRows, KindRows], parcel: Any) -> None:
+    def _place(self, fields: list[Returning], kinds: tuple[KindRows, ...], parcel: Any) -> None:
         for f, rows in zip(fields, self._receive(parcel)):
             place(kinds[f.kind].placement, rows, f.served, f.home, f.add)
         self._release(parcel)
@@ -103,24 +96,18 @@ def _row_bytes(rows: torch.Tensor) -> int:
 
 @dataclass(eq=False)
 class GroupTransfer:
-    """One exchange by collectives of torch."""
-
     identity: Identity
     packed: list[torch.Tensor]
-    """Held until the exchange is over."""
     arrived: list[torch.Tensor]
     data: list[dist.Work]
-    """One for each field."""
     numbers: dist.Work | None = None
-    """Is over when the numbers are there; None where they were compared before."""
+    """None where they were compared before."""
 
 
 class GroupTransport(PackedTransport):
     """Collectives of torch on CAD's process group: one gathers the numbers, then one for each field moves its rows.
-
     Both ways share one queue of collectives, so nothing comes back before all is out; and where one starts on a CPU,
-    the host waits for the numbers of all ranks.
-    """
+    the host waits for the numbers of all ranks."""
 
     name = "c10d"
 
@@ -138,11 +125,9 @@ class GroupTransport(PackedTransport):
 
 
 class ComparedFirst(GroupTransport):
-    """Collectives of gloo: once the numbers are compared, others move the data.
-
-    Where exchanges differ, so may the sizes of what they move, and gloo ends a process whose buffer is too small; so no
-    data move before. The host waits for the numbers where an exchange starts: what is under way then is the data.
-    """
+    """Collectives of gloo: once the numbers are compared, others move the data. Where exchanges differ, so may the
+    sizes of what they move, and gloo ends a process whose buffer is too small; so no data move before. The host waits
+    for the numbers where an exchange starts: what is under way then is the data."""
 
     def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> GroupTransfer:
         """Ranks have met when data starts to move, so a transfer lasts from then on."""
@@ -188,11 +173,8 @@ class ComparedFirst(GroupTransport):
 
 
 class Collectives(GroupTransport):
-    """Collectives of a backend for GPUs.
-
-    Where exchanges differ, so may the sizes of what they move, and these may hang; the numbers are there by then, and
-    the error is known. What hangs is aborted, and the group with it.
-    """
+    """Collectives of a backend for GPUs. Where exchanges differ, so may the sizes of what they move, and these may
+    hang; the numbers are there by then, and the error is known. What hangs is aborted, and the group with it."""
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         super().__init__(group, device, alarm)
@@ -232,11 +214,9 @@ class Collectives(GroupTransport):
         self._watchdog.close()
 
     def abandon(self) -> Callable[[], None]:
-        """Raise CADError: of collectives on GPUs nothing can be given up while a server is waited for, and no session
-        that may lose one takes them (server/meeting.py)."""
+        # No session that may lose a server takes these (server/meeting.py).
         raise CADError("transport c10d cannot be given up on GPUs")
 
 
 def c10d_transport(group: Group, device: torch.device, alarm: Alarm) -> GroupTransport:
-    """The `c10d` transport: torch.distributed's own collectives on a process group of CAD's own."""
     return ComparedFirst(group, device, alarm) if device.type == "cpu" else Collectives(group, device, alarm)

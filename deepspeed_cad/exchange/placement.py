@@ -1,9 +1,8 @@
 """Rows that are taken out of tensors, and placed when they came back: written (O, LSE, dQ) or added in fp32 and rounded
 once (dK, dV).
 
-In: a `Placement`, the landing area, the rank's own served tensor. Out: the home tensor, changed in place. One Triton
-launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`, index tensors
-for transports that pack, made once per schedule.
+One Triton launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`:
+index tensors for transports that pack, made once per schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.transport import Outgoing
-from deepspeed_cad.schedule import HOME, KEY, QUERY, SERVER, Schedule
+from deepspeed_cad.schedule import HOME, SERVER, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +37,6 @@ class Placement:
     """Most contributions that one target receives."""
 
 
-def make_placement(target: Table, begin: Table, source: Table, device: torch.device) -> Placement:
-    depth = int(np.diff(begin).max(initial=0))
-    return Placement(upload(target, device), upload(begin, device), upload(source, device), depth)
-
-
 def find_placement(schedule: Schedule, kind: int, device: torch.device) -> Placement:
     """Every target once, with what it receives in a fixed order: landed rows in table order, then own rows."""
     landed = schedule.home_index(schedule.sends, kind)
@@ -51,7 +45,9 @@ def find_placement(schedule: Schedule, kind: int, device: torch.device) -> Place
     index = np.concatenate([landed, own])
     order = np.argsort(index, kind="stable")
     target, first = np.unique(index[order], return_index=True)
-    return make_placement(target, np.append(first, len(index)).astype(np.int64), source[order], device)
+    begin = np.append(first, len(index)).astype(np.int64)
+    depth = int(np.diff(begin).max(initial=0))
+    return Placement(upload(target, device), upload(begin, device), upload(source[order], device), depth)
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -74,9 +70,6 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
             f"rows cannot be placed: home has strides {home.stride()} (the last must be 1), landed {landed.stride()} "
             f"and served {served.stride()} (both must be contiguous)"
         )
-    fits = home.dtype == landed.dtype or (add and home.dtype == torch.float32)
-    if not fits or served.dtype != landed.dtype:
-        raise CADError(f"rows of {landed.dtype} (own rows {served.dtype}) cannot be placed in a tensor of {home.dtype}")
     if not len(placement.target):
         return
     if not add and placement.depth > 1:
@@ -132,6 +125,19 @@ class KindRows:
     received: Table
     placement: Placement
 
+    @classmethod
+    def of(cls, schedule: Schedule, kind: int, device: torch.device) -> KindRows:
+        return cls(
+            kind=kind,
+            home=upload(schedule.home_index(schedule.sends, kind), device),
+            own=upload(schedule.home_index(schedule.own, kind), device),
+            own_served=upload(schedule.server_index(schedule.own, kind), device),
+            received_row=upload(schedule.server_index(schedule.receives, kind), device),
+            sent=schedule.rows_by_peer(schedule.sends, SERVER, kind),
+            received=schedule.rows_by_peer(schedule.receives, HOME, kind),
+            placement=find_placement(schedule, kind, device),
+        )
+
     def group_major(self, schedule: Schedule, field: Outgoing, arrived: torch.Tensor) -> torch.Tensor:
         """[served rows, width]: the rows that arrived, and this rank's own, where tasks expect them."""
         rows = int(schedule.served_rows[schedule.rank, self.kind])
@@ -143,34 +149,14 @@ class KindRows:
 
 
 def take(home: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[rows, width] of a tensor [rows, groups, width], chosen by row × groups + group; contiguous.
-
-    Where groups lie as far from each other as the last one of a row from the next row, one index finds a row as one
-    run of memory, which is what copies fast; views of Q, K and V in one tensor need two.
-    """
+    """[rows, width] of a tensor [rows, groups, width], chosen by row × groups + group; contiguous. Where groups lie as
+    far from each other as the last one of a row from the next row, one index finds a row as one run of memory, which is
+    what copies fast; views of Q, K and V in one tensor need two."""
     groups = home.shape[1]
     if home.stride(2) == 1 and home.stride(0) == groups * home.stride(1):
         flat = home.as_strided((home.shape[0] * groups, home.shape[2]), (home.stride(1), 1))
         return flat.index_select(0, index)
     return home[index // groups, index % groups]
-
-
-def rows_of_kinds(schedule: Schedule, device: torch.device) -> tuple[KindRows, KindRows]:
-    """Of query rows and of key rows."""
-    return _rows(schedule, QUERY, device), _rows(schedule, KEY, device)
-
-
-def _rows(schedule: Schedule, kind: int, device: torch.device) -> KindRows:
-    return KindRows(
-        kind=kind,
-        home=upload(schedule.home_index(schedule.sends, kind), device),
-        own=upload(schedule.home_index(schedule.own, kind), device),
-        own_served=upload(schedule.server_index(schedule.own, kind), device),
-        received_row=upload(schedule.server_index(schedule.receives, kind), device),
-        sent=schedule.rows_by_peer(schedule.sends, SERVER, kind),
-        received=schedule.rows_by_peer(schedule.receives, HOME, kind),
-        placement=find_placement(schedule, kind, device),
-    )
 
 
 def check_home(home: torch.Tensor, schedule: Schedule, rows: int) -> None:
@@ -179,13 +165,4 @@ def check_home(home: torch.Tensor, schedule: Schedule, rows: int) -> None:
         raise CADError(
             f"rank {schedule.rank}: a tensor of shape {tuple(home.shape)} and strides {home.stride()} cannot be "
             f"dispatched; expected [at least {rows} rows, {schedule.groups} groups, width], contiguous in the last"
-        )
-
-
-def check_served(served: torch.Tensor, rows: int) -> None:
-    """Raises CADError where a tensor is not what serves as [rows, width]."""
-    if served.dim() != 2 or served.shape[0] != rows or not served.is_contiguous():
-        raise CADError(
-            f"a served tensor of shape {tuple(served.shape)} and strides {served.stride()} cannot be returned; "
-            f"expected [{rows} rows, width], contiguous"
         )

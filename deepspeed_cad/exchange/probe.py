@@ -1,8 +1,7 @@
 """What all ranks of a group do when they open their transport: which one, on which hosts, and how fast links are.
 
-In: a name from the configuration ("auto" or one), the group, its device, a way to gather numbers. Out: a Transport, the
-same kind on every rank; for `doctor`, what each needs that this machine lacks. A fallback of "auto" is warned about
-once, with its reason; a transport asked for by name that cannot work is refused.
+Out: a Transport, the same kind on every rank; for `doctor`, what each needs that this machine lacks. A fallback of
+"auto" is warned about once, with its reason; a transport asked for by name that cannot work is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness, first_line
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import Group, OwnGroup, rank_of
+from deepspeed_cad.exchange.group import Group, processes_of, rank_of, size_of
 from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.links import Links, measure_links
+from deepspeed_cad.exchange.links import Gather, Links, measure_links
 from deepspeed_cad.exchange.native_calls import CudaCalls, UnreachedError, open_nccl, peer_reach, symmetric_memory
 from deepspeed_cad.exchange.nccl import NcclTransport
 from deepspeed_cad.exchange.packed import c10d_transport
@@ -37,26 +36,20 @@ NAMES = ("nvlink", "mixed", "nccl", "c10d")
 _UNREACHED = -1
 """A rank's answer to whether it could make a transport: 0 and 1 are no and yes."""
 
-Agree = Callable[[int], "list[int]"]
-"""Gathers one whole number from every rank of the group, in rank order."""
-
 DETERMINISTIC = "not measured, because torch's deterministic algorithms are on"
 """Where plans must not depend on times, figures for links do not either."""
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A group of ranks, and what they exchange through."""
-
     group: Group
     transport: Transport
     hosts: list[int]
-    """Number of every rank's host."""
     links: Links = Links(None, None, "not measured")
 
 
 def open_transport(
-    name: str, group: Group, device: torch.device, agree: Agree, liveness: Liveness | None, timeout_s: float,
+    name: str, group: Group, device: torch.device, agree: Gather, liveness: Liveness | None, timeout_s: float,
     auto: tuple[str, ...] = NAMES,
 ) -> Opened:  # fmt: skip
     """Open the transport of a group, and find the host of every rank. Collective; arguments as below."""
@@ -65,9 +58,8 @@ def open_transport(
     return Opened(group, choose_transport(name, group, device, agree, liveness, timeout_s, host, auto), hosts)
 
 
-def with_links(opened: Opened, device: torch.device, agree: Agree, given: object) -> Opened:
-    """And the speeds of its links. Collective. `given`: these in GB/s, "inside" and "between", or else they are
-    measured."""
+def with_links(opened: Opened, device: torch.device, agree: Gather, given: object) -> Opened:
+    """And its links. Collective. `given`: these in GB/s, "inside" and "between"; else they are measured."""
     if isinstance(given, Mapping):
         return replace(opened, links=Links(given["inside"] * 1e9, given["between"] * 1e9, "given"))
     if any(agree(int(torch.are_deterministic_algorithms_enabled()))):
@@ -76,15 +68,12 @@ def with_links(opened: Opened, device: torch.device, agree: Agree, given: object
 
 
 def choose_transport(
-    name: str, group: Group, device: torch.device, agree: Agree | None = None, liveness: Liveness | None = None,
+    name: str, group: Group, device: torch.device, agree: Gather | None = None, liveness: Liveness | None = None,
     timeout_s: float = 300.0, host: int | None = None, auto: tuple[str, ...] = NAMES,
 ) -> Transport:  # fmt: skip
-    """The transport of a group. Collective: all ranks call it with the same name and get the same kind.
-
-    `host`: the number of this rank's host, where it is not to be found out (tests put one host's ranks on several).
-    `auto`: transports that "auto" may take.
-    Raises CADUnsupportedError, on every rank, where `name` is a transport that does not work here.
-    """
+    """The transport of a group. Collective: all ranks call it with the same name and get the same kind. `host`: the
+    number of this rank's host. `auto`: transports that "auto" may take. Raises CADUnsupportedError, on every rank,
+    where `name` is a transport that does not work here."""
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
     gather = agree or partial(_gather_over, group)
@@ -134,19 +123,15 @@ def probe(name: str) -> tuple[bool, str]:
     if name == "nccl":
         version = open_nccl()
         return True, f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100} as torch loads it"
-    reached = peer_reach(device)
-    others = len(reached) - 1
+    others = len(peer_reach(device)) - 1
     if not others:
         return False, f"GPU {device.index} reaches the memory of no other GPU that this process sees"
     return True, f"GPU {device.index} reaches the memory of {others} others; driver and symmetric memory found"
 
 
-def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | None, str]:
-    """The transport, if every rank could make it; else none and the reason.
-
-    Raises UnreachedError, on every rank, where hosts do not reach each other: any other transport would wait for that
-    once more.
-    """
+def _make(build: Callable[[], Transport], gather: Gather) -> tuple[Transport | None, str]:
+    """The transport, if every rank could make it; else none and the reason. Raises UnreachedError, on every rank, where
+    hosts do not reach each other: any other transport would wait for that once more."""
     made: Transport | None = None
     unreached: UnreachedError | None = None
     reason = "another rank could not start it"
@@ -173,8 +158,8 @@ def _make(build: Callable[[], Transport], gather: Agree) -> tuple[Transport | No
     return None, reason
 
 
-def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str | None:
-    """Why some rank cannot use a transport, or None; the same answer on every rank but for its wording."""
+def _refusal(name: str, device: torch.device, gather: Gather, hosts: int) -> str | None:
+    """Why some rank cannot use a transport, or None; on every rank alike."""
     if name == "c10d":
         return None
     reason = _local_refusal(name, device)
@@ -188,11 +173,9 @@ def _refusal(name: str, device: torch.device, gather: Agree, hosts: int) -> str 
     return None
 
 
-def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: Agree) -> tuple[list[int], str | None]:
-    """For every rank the first of those whose memory it shares, itself where that is none; the same on every rank.
-
-    All ranks of a host share their memory, or none does. And why some host's ranks do not, or None.
-    """
+def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: Gather) -> tuple[list[int], str | None]:
+    """For every rank the first of those whose memory it shares, itself where that is none; the same on every rank. All
+    ranks of a host share their memory, or none does. And why some host's ranks do not, or None."""
     # A process that sees only its own GPU cannot ask about the others: making the buffers will tell.
     indexes = gather(device.index if torch.cuda.device_count() > 1 else -1)
     here = [index for index, at in zip(indexes, hosts) if at == host and index >= 0]
@@ -209,7 +192,6 @@ def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: A
 
 
 def _local_refusal(name: str, device: torch.device) -> str | None:
-    """What is missing in this process."""
     if device.type != "cuda":
         return f"it needs NVIDIA GPUs, this rank computes on {device.type}"
     if torch.version.hip is not None:
@@ -241,10 +223,8 @@ def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud
 
 
 def _gather_over(group: Group, value: int) -> list[int]:
-    if isinstance(group, OwnGroup):
-        return group.numbers(value)
-    found: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    found = [0] * size_of(group)
+    dist.all_gather_object(found, value, group=processes_of(group))
     return found
 
 

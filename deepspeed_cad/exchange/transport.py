@@ -5,8 +5,7 @@ rank's own Q, K, V or dO with a contiguous last dimension) and it arrives in a g
 On the way back `served` is that group-major buffer; it lands at home in table order and is then placed: written
 (O, dQ: every row comes from one place) or added (dK, dV: several servers may have read the same keys).
 
-Exchanges of ranks are paired by order. Every transport sends the identity of an exchange along (failure/identity.py)
-and raises CADPeerError, on all ranks, where those that met do not belong together.
+Exchanges are paired by order; each sends its identity along (failure/identity.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Room
 
 UNNAMED = Moment()
 """For whoever runs exchanges outside of training."""
@@ -74,11 +73,8 @@ class UnderWay(Generic[Arrived]):
 
 def leave_to_streams(tensors: Iterable[torch.Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
     """Once freed, the memory of these tensors is nobody's before each stream is done with what it has to do by then.
-
-    Torch's allocator gives freed memory to the next tensor of the stream that it was made on, at once, which is right
-    for what ends well: somebody has waited for all that others do with it. After an error, or where no backward comes,
-    the last reference goes on any thread, with any current stream.
-    """
+    Torch's allocator gives freed memory at once to the next tensor of the stream that it was made on, which is right
+    where somebody has waited for all that others do with it; after an error the last reference goes on any thread."""
     for x in tensors:
         for stream in streams:
             x.record_stream(stream)
@@ -104,9 +100,7 @@ class Transport(ABC):
 
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         self.group, self.device, self.alarm = group, device, alarm
-        self.exchanges = 0
-        """Started so far."""
-        self.bytes_sent = 0
+        self.exchanges = self.bytes_sent = 0
         self.transfers: Transfers | None = None
         """Where it notes how long transfers took, if somebody wants to know and it can tell."""
         self._register = Register()
@@ -129,10 +123,8 @@ class Transport(ABC):
         """Start returning."""
 
     def make_room(self, schedules: Sequence[Schedule], room: Room, nano_batch: int) -> None:  # noqa: B027
-        """Have memory for the waves of a tick, before the first of them starts. Collective.
-
-        Raises NoRoomError, on all ranks alike, where one has too little: nothing has changed then.
-        """
+        """Have memory for the waves of a tick, before the first of them starts. Collective. Raises NoRoomError, on all
+        ranks alike, where one has too little: nothing has changed then."""
 
     @abstractmethod
     def close(self) -> None:
@@ -140,11 +132,8 @@ class Transport(ABC):
 
     @abstractmethod
     def abandon(self) -> Callable[[], None]:
-        """Let go of a group one of whose servers is lost, or that others take the place of. It meets nobody and waits
-        for nothing, and nothing is exchanged here any more.
-
-        Gives what releases the memory that is left. That may wait for the GPU: to be called when trainers go on.
-        """
+        """Let go of a group one of whose servers is lost, or that others take the place of: meets nobody and waits for
+        nothing. Gives what releases the memory that is left, which may wait for the GPU, when trainers go on."""
 
     def _next(self, schedule: Schedule, nano_batch: int, moment: Moment, is_return: bool) -> Identity:
         self.exchanges += 1

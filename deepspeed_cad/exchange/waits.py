@@ -1,9 +1,8 @@
 """How long attention waits for an exchange, how long a server attends, and how long transfers take: wall time on the
 CPU, CUDA events on a GPU, read without waiting.
 
-Of transfers: seconds and bytes of those that ended while training, inside a host and between hosts, by which links are
-corrected. One that reaches another host counts between hosts, with the bytes that cross: what stays inside is over
-before.
+Of transfers: seconds and bytes, by which links are corrected. One that reaches another host counts between hosts, with
+the bytes that cross: what stays inside is over before.
 """
 
 from __future__ import annotations
@@ -57,11 +56,9 @@ class Waits:
         served_end: torch.cuda.Event,
         returned: torch.cuda.Event,
     ) -> None:
-        """Count what was idle in a tick whose own and served tasks ran on two streams: neither of them runs from the
-        end of the own tasks until a wave that is to be served arrives, and from the end of both until results are back.
-
-        `waits`: when the stream of served tasks began to wait for each wave (None: with the tick), and when that came.
-        """
+        """Count what was idle in a tick whose own and served tasks ran on two streams: from the end of the own tasks
+        until a wave arrives, and from the end of both until results are back. `waits`: when the stream of served tasks
+        began to wait for each wave (None: with the tick), and when that came."""
 
         def idle() -> float:
             total = min(own_end.elapsed_time(returned), served_end.elapsed_time(returned))

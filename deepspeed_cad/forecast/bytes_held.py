@@ -28,7 +28,7 @@ WHOLE_LOGITS = 12.0
 OFFLOADED = 12.0
 """Bytes of a weight that an offloaded optimizer takes to the host: the weight and AdamW's two moments, in fp32."""
 HEADROOM = 1.25
-"""Of a landing area over what it must hold: as in schedule/room.py, where no limit binds."""
+"""Of a landing area over what it must hold: as in schedule/waves.py, where no limit binds."""
 LSE = 4.0
 """Bytes, of a row and head."""
 

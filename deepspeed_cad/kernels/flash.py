@@ -24,24 +24,19 @@ OLDEST = (2, 6, 1)
 """Of FlashAttention-2. Before 2.5.7 LSE of sequences of different lengths is laid out in another way; 2.5.7 to 2.6.0
 raise on such calls."""
 ONE_TILE = 256
-"""Lengths are announced to FlashAttention-4 as more than this: it compiles other kernels where everything fits in one
-tile, and those of a layer should be the same whatever lengths a step brings."""
+"""Lengths are announced to FlashAttention-4 as more than this: it compiles other kernels where all fits in one tile."""
 
 
 class FlashAttention(Kernel):
     """A kernel of some library, and what all of them refuse."""
 
-    name: str
     least_capability = (8, 0)
     equal_heads = True
     """Whether value heads must have the size of query heads."""
 
     def refuse(self, need: KernelNeed) -> str | None:
-        """An NVIDIA GPU, half precision, head sizes in steps of 8; then what this backend asks for."""
-        if need.device.type != "cuda":
-            return f"it needs an NVIDIA GPU, the model is on {need.device.type}"
-        if torch.version.hip is not None:
-            return "it needs an NVIDIA GPU"
+        if need.device.type != "cuda" or torch.version.hip is not None:
+            return f"it needs an NVIDIA GPU, the model is on {'hip' if torch.version.hip else need.device.type}"
         if need.dtype not in HALF:
             return f"it computes in float16 and bfloat16, the model in {str(need.dtype).removeprefix('torch.')}"
         capability = torch.cuda.get_device_capability(need.device)
@@ -87,14 +82,16 @@ class _Compiled(FlashAttention):
     def _call(self, name: str, qkv: Three, sequences: Sequences, rule: MaskRule, **more: Any) -> Any:
         # FlashAttention's (left, right): how many keys beside its own a row reads; −1 for no limit.
         left, right = (-1, -1) if rule.window is None else (rule.window - 1, 0)
-        return call_with(
-            getattr(try_import(self.module)[0], name), q=qkv[0], k=qkv[1], v=qkv[2],
+        given = dict(
+            q=qkv[0], k=qkv[1], v=qkv[2],
             cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
             max_seqlen_q=sequences.max_q, max_seqlen_k=sequences.max_k, softmax_scale=rule.scale,
             causal=rule.window is None, is_causal=rule.window is None,
             window_size=(left, right), window_size_left=left, window_size_right=right,
             softcap=rule.softcap or 0.0, dropout_p=0.0, alibi_slopes=None, **more,
         )  # fmt: skip
+        function = getattr(try_import(self.module)[0], name)
+        return function(**{argument: value for argument, value in given.items() if argument in _accepted(function)})
 
 
 class FlashAttention2(_Compiled):
@@ -138,9 +135,7 @@ class FlashAttention3(_Compiled):
 
 class FlashAttention4(FlashAttention):
     """Any mask and head sizes up to 256 on Hopper; on newer GPUs what the library takes there. Compiled on first use.
-
-    Uses the functions below its autograd layer, with outputs allocated here.
-    """
+    Uses the functions below its autograd layer, with outputs allocated here."""
 
     name, least_capability, equal_heads = "flash_attn_4", (9, 0), False
 
@@ -259,14 +254,7 @@ def _accepted(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(plain).parameters)
 
 
-def call_with(function: Callable[..., Any], /, **given: Any) -> Any:
-    """Call with those of the given arguments that this version of the function has."""
-    known = _accepted(function)
-    return function(**{name: value for name, value in given.items() if name in known})
-
-
 def new_gradients(qkv: Three) -> Three:
-    """Contiguous dQ, dK, dV to be filled."""
     q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv)
     return q, k, v
 

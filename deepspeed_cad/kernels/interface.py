@@ -14,16 +14,12 @@ import numpy.typing as npt
 import torch
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Q, K and V, or their gradients."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one varlen call, on the host and on the device.
-
-    Sequence i has query rows [cu_q[i], cu_q[i+1]) and key rows [cu_k[i], cu_k[i+1]); its last query row is aligned
-    with its last key row (bottom-right causal).
-    """
+    """Sequences of one varlen call, on the host and on the device. Sequence i has query rows [cu_q[i], cu_q[i+1]) and
+    key rows [cu_k[i], cu_k[i+1]); its last query row is aligned with its last key row (bottom-right causal)."""
 
     host_q: npt.NDArray[np.int32]
     host_k: npt.NDArray[np.int32]
@@ -76,13 +72,11 @@ class Kernel(Protocol):
         rule: MaskRule,
         out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """O [Q, H, V] in the dtype of q, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
+        """O [Q, H, V] in the dtype of q, contiguous, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
 
-        O is contiguous. LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it
-        back in `backward` without a copy. Whoever sends LSE elsewhere makes it contiguous.
-
-        `out_QHV`: where O should be written. A backend that cannot write there returns another tensor, and the caller
-        copies it.
+        LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it back in
+        `backward` without a copy. `out_QHV`: where O should be written; a backend that cannot returns another tensor,
+        and the caller copies it.
         """
 
     def backward(
@@ -97,9 +91,6 @@ class Kernel(Protocol):
         rule: MaskRule,
         into: Three | None = None,
     ) -> Three:
-        """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides.
-
-        `into`: where these should be written, with the same freedom as `out_QHV`, all three or none.
-        O and LSE are those of the whole softmax: where sinks were folded in, of the softmax with sinks, and the
-        gradients are right for it.
-        """
+        """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides. `into`: where these should be
+        written, with the same freedom as `out_QHV`, all three or none. O and LSE are those of the whole softmax: where
+        sinks were folded in, of the softmax with sinks, and the gradients are right for it."""

@@ -1,7 +1,6 @@
 """Which kernel a layer runs on: the first of the backends that supports it, or the one that the configuration names.
 
-In: a name ("auto" or a backend's) and what the model needs. Out: a `Kernel`. Rank 0 names each choice in the log, with
-the reasons why faster ones were passed over.
+Rank 0 names each choice in the log, with the reasons why faster ones were passed over.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ def names() -> tuple[str, ...]:
 
 
 def choose(name: str, need: KernelNeed, rank: int = 0) -> Kernel:
-    """The kernel for a layer; `rank`: of this process, since only rank 0 logs the choice.
-
-    Raises CADUnsupportedError where `name` is no backend, or one that refuses: the reason is in the message.
-    """
+    """The kernel for a layer; `rank`: of this process, since only rank 0 logs the choice. Raises CADUnsupportedError
+    where `name` is no backend, or one that refuses: the reason is in the message."""
     wanted = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
     if not wanted:
         raise CADUnsupportedError(f'there is no kernel "{name}"; there are: auto, {", ".join(names())}')

@@ -1,7 +1,8 @@
 """Attention by plain torch operations, one sequence and head group at a time: CPU, fp64, and the reference.
 
 Memory is bounded by working through the query rows in blocks; probabilities are recomputed from the LSE in backward.
-All of it is done in fp32, in fp64 for fp64 inputs, also under autocast. Shapes as in interface.py.
+All of it is done in fp32, in fp64 for fp64 inputs, also under autocast, which is on in a forward and off in a backward:
+probabilities there would not be those of the LSE. Shapes as in interface.py.
 
 The forward gives a row the same bits however its document is cut. Matrix products and vector loops of a CPU sum in
 another order where sizes differ, so all are done in tiles that begin at multiples of TILE from the first key: tensors
@@ -40,10 +41,10 @@ class TorchMath(Kernel):
         out_QHV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         heads, share = q_QHD.shape[1], q_QHD.shape[1] // k_KGD.shape[1]
-        work = _work_dtype(q_QHD)
+        work = torch.promote_types(q_QHD.dtype, torch.float32)
         o_QHV = q_QHD.new_empty(q_QHD.shape[0], heads, v_KGV.shape[2])
         lse_QH = torch.empty(q_QHD.shape[0], heads, dtype=work, device=q_QHD.device)
-        with _autocast_off(q_QHD):
+        with torch.autocast(q_QHD.device.type, enabled=False):
             for i in range(len(sequences.host_q) - 1):
                 q0, q1 = int(sequences.host_q[i]), int(sequences.host_q[i + 1])
                 k0, k1 = int(sequences.host_k[i]), int(sequences.host_k[i + 1])
@@ -81,11 +82,11 @@ class TorchMath(Kernel):
         into: Three | None = None,
     ) -> Three:
         share = q_QHD.shape[1] // k_KGD.shape[1]
-        work = _work_dtype(q_QHD)
+        work = torch.promote_types(q_QHD.dtype, torch.float32)
         dq_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)
         dk_KGD = torch.zeros(k_KGD.shape, dtype=work, device=k_KGD.device)
         dv_KGV = torch.zeros(v_KGV.shape, dtype=work, device=v_KGV.device)
-        with _autocast_off(q_QHD):
+        with torch.autocast(q_QHD.device.type, enabled=False):
             for rows, keys, shift in _blocks(sequences):
                 q, do, o = (
                     x[rows].to(work).unflatten(1, (-1, share)).permute(1, 2, 0, 3) for x in (q_QHD, do_QHV, o_QHV)
@@ -101,16 +102,6 @@ class TorchMath(Kernel):
                 dq_QHD[rows] = (ds @ k * rule.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq_QHD.dtype)
                 dk_KGD[keys] += (ds.transpose(-1, -2) @ q * rule.scale).sum(1).transpose(0, 1)
         return dq_QHD, dk_KGD.to(k_KGD.dtype), dv_KGV.to(v_KGV.dtype)
-
-
-def _work_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _autocast_off(tensor: torch.Tensor) -> torch.autocast:
-    """Autocast rounds scores to bf16 in a forward, where it is on, and not in a backward, where it is off: that would
-    make probabilities there which are not those of the LSE."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _blocks(sequences: Sequences) -> Iterator[tuple[slice, slice, int]]:
@@ -134,10 +125,8 @@ def _in_tiles(x_RGD: torch.Tensor, before: int, work: torch.dtype) -> torch.Tens
 
 
 def _scores(product: torch.Tensor, rule: MaskRule, shift: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Masked scores [..., rows, keys] of Q K^T, and the slope of the soft-cap where there is one.
-
-    `shift`: of the first row among the keys.
-    """
+    """Masked scores [..., rows, keys] of Q K^T, and the slope of the soft-cap where there is one. `shift`: of the first
+    row among the keys."""
     score = product * rule.scale
     slope = None
     if rule.softcap is not None:

@@ -1,13 +1,8 @@
 """The answer: what the core found, made into a `Plan` that is never worse than doing nothing.
 
-Documents on many ranks are left at home, or dealt out by head groups, before ranks are made even (`best_start`): the
-plan that ends first is taken, transfers included; of those that end alike, the one that is lightest on the rank that it
-burdens most. Where documents lie on several ranks something travels in any case, so ranks are made more even than the
-tolerance says.
-
-Where links are slow, less is moved (`hide_transfers`): units, ranks or hosts, that would end above a level come down to
-it. The lower it is, the less the slowest has to do, and the longer its transfers take; best is where it works as long
-as it waits for them. Each plan says how long its transfers take, and the next level is tried where both would meet.
+The plan from the best start is taken (`best_start`), where links are slow one that moves less (`hide_transfers`): 6 to
+8 in `deepspeed_cad.planner`. Where documents lie on several ranks something travels in any case, so ranks are made more
+even than the tolerance says.
 """
 
 from __future__ import annotations
@@ -19,20 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.constants import (
-    BAND,
-    FEW_TRIES,
-    FINER,
-    KEPT,
-    LIGHTER,
-    MANY_RANKS,
-    NARROWING,
-    READ_FROM,
-    ROUNDING,
-    TRIES,
-    UNBOUNDED,
-    WORTH,
-)
+from deepspeed_cad.planner import constants
 from deepspeed_cad.planner.core import Aim, Solution, Units, link_weights, solve, split_own_rows
 from deepspeed_cad.planner.finish import common_finish, finish_best, mean_finish
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan, PlanInput
@@ -40,10 +22,7 @@ from deepspeed_cad.planner.question import check_input
 
 
 def make_plan(problem: PlanInput) -> Plan:
-    """Make a plan.
-
-    Raises CADConfigError for impossible input, CADError where the compiled library is missing.
-    """
+    """Make a plan. Raises CADConfigError for impossible input, CADError where the compiled library is missing."""
     started = time.perf_counter()
     check_input(problem)
     found = best_start(problem, solve(problem, Aim(problem.tolerance)))
@@ -67,14 +46,13 @@ def make_plan(problem: PlanInput) -> Plan:
 
 
 def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
-    """Why a rank is out of the tolerance, if one is."""
     speed, finish = problem.speeds, mean_finish(problem, work)
     least, most = (
         np.where(speed > 0, speed * np.maximum(finish * share - problem.floors, 0.0), 0.0)
         for share in (1.0 - problem.tolerance, 1.0 + problem.tolerance)
     )
     beyond = np.maximum(work - most, least - work)
-    out = beyond > ROUNDING * finish
+    out = beyond > constants.ROUNDING * finish
     if not out.any():
         return ()
     worst = int(np.argmax(beyond))
@@ -86,34 +64,31 @@ def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
 
 
 def best_start(problem: PlanInput, at_home: Solution) -> Solution:
-    """`at_home`, the plan that starts there, or a better one.
-
-    Dealing out moves Q and O of most rows, and K and V of a document once over all ranks instead of once to each; where
-    few ranks share a document, or it has few KV heads, home is the better start.
-    """
+    """`at_home`, the plan that starts there, or a better one. Dealing out moves Q and O of most rows, and K and V of a
+    document once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it."""
     ranks = most_ranks(problem)
     if ranks < 2:
         return at_home
-    even = solve(problem, Aim(FINER * problem.tolerance))
-    if ranks < READ_FROM or problem.shape.groups == 1:
+    even = solve(problem, Aim(constants.FINER * problem.tolerance))
+    if ranks < constants.READ_FROM or problem.shape.groups == 1:
         ends = [_attention(problem, one) for one in (even, at_home)]
         moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (even, at_home)]
         # Whether it ends so much sooner as it moves more.
-        return even if 1.0 - ends[0] / ends[1] > WORTH * (moved[0] / moved[1] - 1.0) else at_home
-    plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in KEPT), at_home]
+        return even if 1.0 - ends[0] / ends[1] > constants.WORTH * (moved[0] / moved[1] - 1.0) else at_home
+    plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in constants.KEPT), at_home]
     ends = [_end_of(problem, plan) for plan in plans]
-    alike = [plan for plan, end in zip(plans, ends) if end <= min(ends) * (1.0 + BAND * problem.tolerance)]
+    alike = [plan for plan, end in zip(plans, ends) if end <= min(ends) * (1.0 + constants.BAND * problem.tolerance)]
     best, least = alike[0], burden(problem, alike[0].flows)
     for plan in alike[1:]:
-        if (found := burden(problem, plan.flows)) < least * LIGHTER:
+        if (found := burden(problem, plan.flows)) < least * constants.LIGHTER:
             best, least = plan, found
     return best
 
 
 def _end_of(problem: PlanInput, plan: Solution) -> float:
-    """When the slowest rank is done, transfers included; plans within the band of the tolerance count as as even."""
+    """As `slowest`; plans within the band of the tolerance count as as even."""
     load = _attention(problem, plan)
-    even = mean_finish(problem, plan.work) * (1.0 + BAND * problem.tolerance)
+    even = mean_finish(problem, plan.work) * (1.0 + constants.BAND * problem.tolerance)
     return max(load, even) + (slowest(problem, plan) - load)
 
 
@@ -123,11 +98,8 @@ def most_ranks(problem: PlanInput) -> int:
 
 
 def burden(problem: PlanInput, flows: Flows) -> float:
-    """Bytes of one layer: memory that its exchanges hold, and what reaches the rank that most reaches.
-
-    Memory is where things land, as large on every rank as the fullest needs, and what a server makes for others before
-    it goes back. What reaches a rank counts forward and backward, and by its link.
-    """
+    """Bytes of one layer: memory where things land, as large on every rank as the fullest needs, and of what a server
+    makes for others; and what reaches the rank that most reaches, forward and backward, by its link."""
     out, back = landing(problem, flows)
     rows, keys = flows.served
     made = rows * problem.shape.query_bytes + keys * problem.shape.key_value_bytes
@@ -138,10 +110,8 @@ def burden(problem: PlanInput, flows: Flows) -> float:
 
 
 def landing(problem: PlanInput, flows: Flows) -> tuple[Ints, Ints]:
-    """Bytes that land at each rank at once: what comes to be run, and what comes back ([ranks] each).
-
-    Backward needs more of both: dO, Q, K and V of all rows that are served, own ones included; dQ, dK and dV.
-    """
+    """Bytes that land at each rank at once ([ranks] each): what comes to be run, own rows included, and what comes
+    back; in backward, which needs more of both: dO, Q, K and V; dQ, dK and dV."""
     shape = problem.shape
     rows, keys = flows.served
     out = rows * (shape.query_bytes + shape.output_bytes) + keys * shape.key_value_bytes
@@ -151,28 +121,27 @@ def landing(problem: PlanInput, flows: Flows) -> tuple[Ints, Ints]:
 class Tried(NamedTuple):
     plan: Solution
     finish: float
-    """When the slowest rank is done, transfers included."""
     share: float = 1.0
     """How far the slowest come down, of the way to the mean."""
     units: Units = Units.NONE
 
 
 def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[str, ...]]:
-    """The best of plans that move less, where transfers of the even one take longer than attention hides; and what to
-    say about it. Never one that ends later than moving nothing."""
+    """The best of plans that move less, where transfers of the even one take longer than attention hides, and notes.
+    Never one that ends later than moving nothing."""
     best = Tried(even, slowest(problem, even))
     # Within one host transfers hide nearly always; what is left of them is no more than what costs miss.
-    share = NARROWING if len(np.unique(_hosts(problem))) > 1 else 1.0
+    share = constants.NARROWING if len(np.unique(_hosts(problem))) > 1 else 1.0
     if best.finish > _attention(problem, even) * (1.0 + share * problem.tolerance):
         for units in ways(problem):
             # Another way must be clearly better: the first is the one that keeps each host even.
             for tried in _look(problem, even, units):
-                margin = 0.0 if units == best.units else NARROWING * problem.tolerance
+                margin = 0.0 if units == best.units else constants.NARROWING * problem.tolerance
                 best = tried if tried.finish < best.finish * (1.0 - margin) else best
     may_stay = not (even.work_before[problem.speeds <= 0] > 0).any()
     # Documents that span ranks travel without a plan, too: that can only take longer than the attention at home.
     if not may_stay or problem.ends(even.work_before).max() <= best.finish:
-        nothing = solve(problem, Aim(UNBOUNDED))
+        nothing = solve(problem, Aim(constants.UNBOUNDED))
         finish = slowest(problem, nothing)
         if finish < best.finish or (finish == best.finish and may_stay):
             what = "nothing" if may_stay else "only what ranks of speed 0 must hand over"
@@ -182,7 +151,7 @@ def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[
         return best.plan, ()
     who = "rank" if best.units == Units.RANKS else "host"
     said = f"the slowest {who} comes down {best.share:.0%} of the way to the mean"
-    if best.units != Units.RANKS and not best.plan.flows.between:
+    if who == "host" and not best.plan.flows.between:
         said = "nothing is moved between hosts"
     return best.plan, (
         f"{said}, and the slowest rank ends at {best.finish:.3g} {problem.cost.unit}: on these links an even plan "
@@ -209,7 +178,7 @@ def ways(problem: PlanInput) -> list[Units]:
     ranks, hosts = problem.tick.ranks, len(np.unique(_hosts(problem)))
     if hosts in (1, ranks):
         return [Units.RANKS]
-    if ranks <= MANY_RANKS:
+    if ranks <= constants.MANY_RANKS:
         return [Units.HOSTS, Units.HOSTS_LAST, Units.RANKS]
     # With many ranks what trials found better: keys of documents that span ranks would travel twice the other way.
     documents = problem.tick.query.document
@@ -234,23 +203,23 @@ def _look(problem: PlanInput, even: Solution, units: Units) -> Iterator[Tried]:
         return Tried(plan, slowest(problem, plan), share, units)
 
     low, high = 0.0, 1.0
-    tries = FEW_TRIES if problem.tick.ranks > MANY_RANKS else TRIES
+    tries = constants.FEW_TRIES if problem.tick.ranks > constants.MANY_RANKS else constants.TRIES
     # Waiting rises with the share: taken as a straight line through the last two plans that waited.
     earlier, waited = (0.0, 0.0), (1.0, slowest(problem, even))
     if units != Units.RANKS:
         yield (tried := plan_at(1.0, mean))
         waited, tries = (1.0, tried.finish), tries - 1
-    if top - mean <= ROUNDING * mean:
+    if top - mean <= constants.ROUNDING * mean:
         return
     for _ in range(tries):
         slope = (waited[1] - earlier[1]) / (waited[0] - earlier[0])
         # Work falls on a straight line from `top` to the mean.
         rise = slope + top - mean
         meeting = (top - waited[1] + slope * waited[0]) / rise if rise > 0.0 else low
-        narrow = NARROWING * (high - low)
+        narrow = constants.NARROWING * (high - low)
         share = 0.5 * (low + high) if meeting <= low else min(max(meeting, low + narrow), high - narrow)
         yield (tried := plan_at(share, top - share * (top - mean)))
-        if tried.finish > _attention(problem, tried.plan) * (1.0 + NARROWING * problem.tolerance):
+        if tried.finish > _attention(problem, tried.plan) * (1.0 + constants.NARROWING * problem.tolerance):
             high, earlier, waited = share, waited, (share, tried.finish)
         else:
             low = share

@@ -5,23 +5,15 @@ says what *trial* and *spanning trial* mean: plans that were made again with one
 IN_PLACE are read on both sides; they go to C++ with every question.
 """
 
-# How far ranks are brought
-
 BAND = 0.5
 """Share of the tolerance. If any rank is out of the tolerance, all are brought into this share of it: costs are
 predictions, and a plan at the very edge would often miss. Trial: 1.0 moves 1 % fewer bytes and ends at max/mean 1.017,
 0.25 moves 0.5 % more and ends at 1.005."""
 BISECTIONS = 60
 """Halvings of the interval in which a level lies: more than the 53 bits of a double's mantissa."""
-
-# What a move costs
-
 HOST_BORDER = 8.0
 """Bytes inside a host that one byte between hosts counts as, where the cost model has no figures. A guess, not
 measured. For scale: 362 GB/s by peer copies inside a host (the shipped profiles), 50 GB/s by a link of 400 Gbit/s."""
-
-# Documents on many ranks
-
 READ_FROM = 3
 """Ranks. A document is dealt out by head groups if some of its rows read keys of so many. Spanning trial: 2 burdens the
 fullest rank no less and plans more often, 4 burdens it by 2 to 5 % more."""
@@ -41,17 +33,14 @@ LIGHTER = 0.95
 """Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it. A
 choice, so that much is not moved for little. Spanning trial: 1.0 is the same; 0.9, with 8 KV heads, burdens it by 3 %
 more and moves 1 % fewer bytes."""
-
-# Transfers
-
 TRAVELS = 2.0
 """Bytes that a layer moves forward and backward, over those of its forward, which is what plans count and what a byte's
 cost is for: backward mirrors forward. What travels again where servers keep nothing is counted apart."""
 WAVES = (1, 2, 4, 8)
 """Numbers of waves among which plans choose where there are several hosts. A choice: more gain little by the model."""
 WAVES_IN_TURN = (1, 2)
-"""The same where two ticks take turns beside reserved servers: as many as go out at once (OUT in schedule/room.py). One
-more would go out only when its trainer has come back from the other tick."""
+"""The same where two ticks take turns beside reserved servers: as many as go out at once (schedule.waves.OUT). One more
+would go out only when its trainer has come back from the other tick."""
 WAVE_SECONDS = 150e-6
 """What one wave more costs a rank in a pass, for its exchanges and for kernels that fill the GPU less. A guess: two
 exchanges of tiny slices take 56 µs, and the last blocks of a kernel about as long as one of its tiles."""
@@ -59,16 +48,10 @@ FORWARD_SHARE = 0.248
 """Share of the forward in the cost of pairs and rows; keys cost in backward only. Measured in training: a forward and a
 backward are 0.8014 of two forwards and a backward (the profile of FlashAttention-4 says so in its `source`); by the
 runs of benchmarks/results, 0.249."""
-
-# Rows that stay where they are (also in schedule/)
-
 IN_PLACE = 32
 """Rows of a rank over the fewest of its own that it runs in place where only their keys come from elsewhere. Each such
 run is a kernel call of its own; shorter ones are copied to the rows of other ranks and run with them. A choice, not
 measured: at 65536 rows a rank, a run of 2048 rows of 32 heads fills an H200 four times."""
-
-# Slow links (in planner/answer.py only)
-
 TRIES = 6
 """Plans that are made to find how far the slowest comes down, each way. Trial, 4 to 64 ranks: 4 end up to 4 % later at
 5 GB/s between hosts, 8 need 1.3 times the time."""

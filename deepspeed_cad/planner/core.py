@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from deepspeed_cad.layout import Ints, Segments, Tick
+from deepspeed_cad.layout import Ints, Tick
 from deepspeed_cad.native import call
 from deepspeed_cad.planner.constants import BAND, HOST_BORDER, IN_PLACE, READ_FROM
 from deepspeed_cad.planner.plan import Bools, Floats, Flows, PlanInput
@@ -43,7 +43,7 @@ class Aim:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What the core finds: tasks, and per rank the work (not divided by speed) and what moves."""
+    """What the core finds: tasks, per rank the work (not divided by speed), and what moves."""
 
     tasks: Ints
     work: Floats
@@ -52,10 +52,7 @@ class Solution:
 
 
 def solve(problem: PlanInput, aim: Aim) -> Solution:
-    """Make a plan. The question must have passed `check_input`.
-
-    Raises CADError where the library is missing, or no memory is left.
-    """
+    """Make a plan for a question that has passed `check_input`. Raises CADError where no memory is left."""
     tick, shape, cost = problem.tick, problem.shape, problem.cost
     ranks = tick.ranks
     sizes = np.array(
@@ -70,7 +67,7 @@ def solve(problem: PlanInput, aim: Aim) -> Solution:
     # Numbered in the order in which they appear.
     _, first, which = np.unique(hosts, return_index=True, return_inverse=True)
     host = np.argsort(np.argsort(first))[which]
-    query, key = (np.stack([one.document, one.begin, one.end, one.rank]) for one in (tick.query, tick.key))
+    query, key = (np.ascontiguousarray(one.to_array()[:, :4].T) for one in (tick.query, tick.key))
     plan, counts = ctypes.c_void_p(), np.empty(2, np.int64)
     call("cad_planner_solve", sizes, numbers, ranked, host, query, key, ctypes.byref(plan), counts)
     tasks, pairs = np.empty((counts[0], 6), np.int64), np.empty((counts[1], 3), np.int64)
@@ -91,17 +88,15 @@ def link_weights(problem: PlanInput) -> tuple[float, float]:
 
 def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int) -> Ints:
     """Cut every task ([n, 6], see Plan.tasks) at both ends of the rows that its server finds at home with all that they
-    read: before them where there is a window, else they begin their document.
-
-    As one task all of them would wait for rows or keys of others, and be copied to where these land.
-    """
+    read: before them where there is a window, else they begin their document. As one task all of them would wait for
+    rows or keys of others, and be copied to where these land."""
     document, server = tasks[:, 0], tasks[:, 5]
-    query, key = (_segment_of(where, document, np.zeros_like(document), server)[1] for where in (tick.query, tick.key))
+    query, key = (where.find(document, np.zeros_like(document), server)[1] for where in (tick.query, tick.key))
     tasks = _cut(tasks, np.minimum(query, key))
     if window is None or not len(tasks):
         return tasks
     document, server = tasks[:, 0], tasks[:, 5]
-    query, key = (_segment_of(where, document, tasks[:, 2] - 1, server)[0] for where in (tick.query, tick.key))
+    query, key = (where.find(document, tasks[:, 2] - 1, server)[0] for where in (tick.query, tick.key))
     # The first of these rows that reads no key before those at home. The first rows of a document read no others.
     reads = np.where(key > 0, key + window - 1, 0)
     at = np.maximum(query, -(-reads // granularity) * granularity)
@@ -115,17 +110,3 @@ def _cut(tasks: Ints, at: Ints, chosen: Bools | bool = True) -> Ints:
     before[cut, 2], behind[:, 1] = at[cut], at[cut]
     both = np.concatenate([before, behind])
     return both[np.lexsort(both.T[::-1])] if cut.any() else tasks
-
-
-def _segment_of(where: Segments, document: Ints, row: Ints, rank: Ints) -> tuple[Ints, Ints]:
-    """Begin and end of the segment in which `rank` holds a row of a document; −1 where it does not."""
-    where = where.select(np.flatnonzero(where.begin < where.end))
-    if not len(where):
-        return np.full(len(document), -1), np.full(len(document), -1)
-    order = np.lexsort((where.begin, where.document))
-    # Numbers that sort like (document, position): positions are below 2^31.
-    first, wanted = where.document[order] << 32 | where.begin[order], document << 32 | row
-    at = np.searchsorted(first, wanted, side="right") - 1
-    found = order[np.maximum(at, 0)]
-    held = (at >= 0) & (where.document[found] == document) & (row < where.end[found]) & (where.rank[found] == rank)
-    return np.where(held, where.begin[found], -1), np.where(held, where.end[found], -1)

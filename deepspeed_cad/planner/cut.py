@@ -27,11 +27,11 @@ ROUND_ROWS = 128
 ROUND_FROM = 1024
 
 
-def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: float = LINEAR_PAIRS) -> Ints | None:
+def choose_cut(layout: Layout, unit: Ints) -> Ints | None:
     """Rows of each rank's first nano-batch ([ranks], multiples of `unit`), or None where no cut is worth it.
 
-    Every rank is cut at the same share of its tokens: the one at which both parts have as much work, attention by the
-    cost model plus `linear` per token, so that each is long enough to hide the other's transfers. Not where rows before
+    Every rank is cut at the same share of its tokens: the one at which both parts have as much work, attention by
+    pairs plus LINEAR_PAIRS per token, so that each is long enough to hide the other's transfers. Not where rows before
     the cut would read keys behind it. With whole ranks in one part or the other each part would have the attention of
     some ranks only, and move several times the bytes that it hides.
     """
@@ -41,11 +41,11 @@ def choose_cut(layout: Layout, unit: Ints, cost: CostModel = PAIRS, linear: floa
     unit = np.maximum(unit, 1)
     if not layout.can_cut(_at(0.5, tokens, unit)):
         return None
-    total = _work(layout, tokens, cost, linear)
+    total = _work(layout, tokens)
     best, least = None, np.inf
     for share in SHARES[np.argsort(np.abs(SHARES - 0.5), kind="stable")]:
         at = _at(share, tokens, unit)
-        uneven = abs(total - 2 * _work(layout, at, cost, linear))
+        uneven = abs(total - 2 * _work(layout, at))
         # The middle, and what is near it, stays unless another is clearly better.
         if uneven < least - CLEARLY_BETTER * total and _worth(at, tokens) and layout.can_cut(at):
             best, least = at, uneven
@@ -85,10 +85,10 @@ def choose_interleaved_cut(
         layout: of trainers and servers; servers have no tokens.
         unit: [ranks] rows that a cut is a multiple of.
         kinds: of the model's layers, with costs in the unit of `linear`; none known yet: pairs of full attention.
-        servers: reserved ranks, the sum of their speeds.
+        servers: the sum of their speeds.
         linear: seconds per token of all but attention in one layer, forward and backward (with the recompute), on a
             trainer; None or 0: not known, both nano-batches get as much attention.
-        helpers: trainers that serve beside their linear layers where servers have no time, the sum of their speeds.
+        helpers: trainers that serve where servers have no time, the sum of their speeds.
     """
     tokens = layout.tokens
     unit = np.maximum(unit, 1)
@@ -132,13 +132,12 @@ def _at(share: float, tokens: Ints, unit: Ints) -> Ints:
     return np.minimum(rows, tokens // unit * unit)
 
 
-def _work(layout: Layout, at: Ints, cost: CostModel, linear: float) -> float:
+def _work(layout: Layout, at: Ints) -> float:
     """Work of rows [0, at[r]) of every rank r."""
     seg = layout.segments
     rows = np.clip(at[seg.rank] - seg.offset, 0, seg.end - seg.begin)
-    return float(cost.of(seg.begin, seg.begin + rows).sum() + linear * at.sum())
+    return float(PAIRS.of(seg.begin, seg.begin + rows).sum() + LINEAR_PAIRS * at.sum())
 
 
 def _worth(at: Ints, tokens: Ints) -> bool:
-    share = at.sum() / max(int(tokens.sum()), 1)
-    return bool(SMALLEST_SHARE <= share <= 1 - SMALLEST_SHARE)
+    return bool(SMALLEST_SHARE <= at.sum() / max(int(tokens.sum()), 1) <= 1 - SMALLEST_SHARE)

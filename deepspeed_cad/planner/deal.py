@@ -1,13 +1,11 @@
 """Documents dealt out to ranks before a step, whole or cut, and the order of its micro-batches.
 
-In: the documents of all micro-batches of an optimizer step, and what they cost in attention and outside. Out: a rank
-and a micro-batch for each document, or for each piece of one. Pure, the same on every rank; training and the forecast
-ask it alike. A *row* is one micro-batch of one rank: its token buffer.
+In: the documents of an optimizer step, and what they cost in attention and outside. Out: a rank and a micro-batch for
+each document, or for each piece of one. A *row* is one micro-batch of one rank: its token buffer.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from operator import itemgetter
 import numpy as np
 
 from deepspeed_cad.layout import Ints
-from deepspeed_cad.planner.plan import Floats
+from deepspeed_cad.planner.plan import Floats, digest
 
 SHORTER = 0.01
 """Share of a step by which it must end earlier for documents to move. A choice: less is within what plans miss."""
@@ -35,7 +33,6 @@ class Step:
     rank: Ints
     micro_batch: Ints
     length: Ints
-    """Tokens."""
     tokens: Ints
     """[ranks, micro-batches] of each row, padding included."""
     padded: bool = False
@@ -58,15 +55,13 @@ class Step:
         return found
 
     def whole(self, rank: Ints, micro_batch: Ints) -> Pieces:
-        """Each document in one piece."""
         return Pieces(np.arange(len(self.length)), np.zeros_like(self.length), self.length, rank, micro_batch)
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Documents, or parts of them, and where they are trained. An entry per piece, in the order of documents and of
-    their tokens. Pieces of a document lie in one micro-batch of consecutive ranks: where it goes on it is the last of
-    its row, where it went on the first."""
+    """Documents, or parts of them, and where they are trained: in the order of documents and of their tokens. Pieces of
+    a document lie in one micro-batch of consecutive ranks, at the end of a row or, where it went on, at the begin."""
 
     document: Ints
     begin: Ints
@@ -100,10 +95,8 @@ class Costs:
         return tokens * self.each[:, None], attention
 
     def ends(self, before: Floats, attention: Floats, host: Ints) -> tuple[float, float]:
-        """When a step ends whose attention is balanced inside hosts, and one where every rank runs its own.
-
-        Until the last rank of a host comes to its attention the others run their own; what then is left they share.
-        """
+        """When a step ends whose attention is balanced inside hosts, and one where every rank runs its own. Until the
+        last rank of a host comes to its attention the others run their own; what then is left they share."""
         last, left = np.zeros((2, int(host.max()) + 1, before.shape[1]))
         np.maximum.at(last, host, before)
         np.add.at(left, host, np.maximum(attention - (last[host] - before) * self.speed[:, None], 0.0))
@@ -127,17 +120,12 @@ class Dealt:
 
     def fingerprint(self) -> int:
         """62-bit digest: equal on every rank, or something is wrong."""
-        text = np.stack([getattr(self.pieces, field.name) for field in fields(Pieces)]).astype(np.int64).tobytes()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+        return digest(np.stack([getattr(self.pieces, one.name) for one in fields(Pieces)]).astype(np.int64)) >> 2
 
 
 def order_rows(rows: Floats) -> Ints:
-    """The order in which each rank trains its micro-batches ([ranks, micro-batches] of indices): the heaviest of all
-    ranks at the same time, and so on, so that less attention has to move.
-
-    When they are trained is rank 0's order, that of its loader: what it logs of micro-batches is as without CAD.
-    `rows`: [ranks, micro-batches] attention.
-    """
+    """The order in which each rank trains its micro-batches ([ranks, micro-batches] of indices; `rows`: attention): the
+    heaviest of all ranks at the same time, in the order of rank 0's loader: what it logs is as without CAD."""
     heaviest = np.argsort(-rows, axis=1, kind="stable").astype(np.int64)
     return heaviest[:, np.argsort(heaviest[0])]
 
@@ -145,12 +133,11 @@ def order_rows(rows: Floats) -> Ints:
 def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, cuts: bool = False) -> Dealt | None:
     """Documents to ranks and micro-batches, so that all rows take as long; None where that gains nothing.
 
-    Longest first, each to the row that has least to do with it. On several hosts (`hosts`: [ranks] number of each
-    rank's) first to the host that has least, so that attention of a long document goes to ranks beside its own. Padded
-    samples are dealt out in order of their lengths, so that similar ones meet. No row gets more tokens than the largest
-    row had, none gets no document, and the step never ends later than with balanced attention alone. Documents move
-    where it ends SHORTER, or where ranks, each with its own attention, end earlier by `tolerance` (a share of the
-    step), so that less moves. With `cuts` they are cut where it ends SHORTER still.
+    Longest first, each to the row that has least to do with it, on several hosts (`hosts`: [ranks] number of each
+    rank's) first to the host that has least. Padded samples go in order of their lengths, so that similar ones meet. No
+    row gets more tokens than the largest had, none gets no document, and the step never ends later than with balanced
+    attention alone. Documents move where it ends SHORTER, or where ranks, each with its own attention, end earlier by
+    `tolerance` (a share of the step), so that less moves. With `cuts` they are cut where it ends SHORTER still.
     """
     ranks, micro_batches = step.tokens.shape
     if len(step.length) < step.tokens.size or step.tokens.size == 1:
@@ -181,11 +168,8 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, 
 
 
 def _cut_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
-    """Rows of equal seconds outside attention, on each host by itself; None where they have no room.
-
-    Documents go to the micro-batch and host that has least. Row after row is filled by the longest that fits, and where
-    none does by a part of the longest of all.
-    """
+    """Rows of equal seconds outside attention, on each host by itself; None where they have no room. Row after row is
+    filled by the longest document that fits, and where none does by a part of the longest of all."""
     micro_batches, most = step.tokens.shape[1], int(step.tokens.max())
     seconds = costs.work + step.length * float(costs.each.mean())
     if (np.diff(host) < 0).any() or seconds.max() * (int(host.max()) + 1) * micro_batches > seconds.sum():
@@ -249,7 +233,11 @@ def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
     whole = costs.work + step.length * each
     longest = np.sort(step.length)[::-1].astype(np.float64)
     # Where a long document makes a micro-batch long, all get more in it.
-    level = _levels(longest * each, float(whole.sum()), ranks, micro_batches)
+    level, rest = np.zeros(micro_batches), float(whole.sum())
+    for turn in range(micro_batches):
+        # Its share of what is left, or its longest document outside attention.
+        level[turn] = max(longest[turn * ranks] * each, rest / (ranks * (micro_batches - turn)))
+        rest -= ranks * level[turn]
     # Who meets in a micro-batch: [groups, ranks of a host], -1 where a host has fewer.
     size = np.bincount(host)
     members = np.full((len(size), size.max()), -1)
@@ -284,18 +272,6 @@ def _deal_documents(step: Step, costs: Costs, host: Ints) -> Pieces | None:
         empties -= int(empty[at, place])
         empty[at, place] = False
     return step.whole(rank, micro_batch)
-
-
-def _levels(floors: Floats, total: float, ranks: int, micro_batches: int) -> Floats:
-    """[micro-batches] how long each should take: its share of what is left, or its longest document outside attention.
-
-    `floors`: of documents, the longest first; `total`: of all of them, with attention.
-    """
-    levels = np.zeros(micro_batches)
-    for turn in range(micro_batches):
-        levels[turn] = max(floors[turn * ranks], total / (ranks * (micro_batches - turn)))
-        total -= ranks * levels[turn]
-    return levels
 
 
 def _deal_samples(step: Step, costs: Costs) -> Pieces | None:

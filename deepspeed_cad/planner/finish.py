@@ -1,6 +1,5 @@
 """When each rank begins and is done with a layer, forward and backward, transfers included.
 
-In: a question, the work of each rank and what its plan moves (`Flows`). Out: seconds, or the unit of the cost model.
 The model of one pass, for the forward; backward is its mirror and comes after it:
 
     home     Q, K, V out ─┐                          ┌─► O in ─► done
@@ -8,17 +7,14 @@ The model of one pass, for the forward; backward is its mirror and comes after i
     server                └─► arrive ─► its tasks ───┘
              own tasks that wait for nothing ────────────────►
 
-Every rank sends and receives at once, each at the speed of a link of its own, and inside a host and between hosts at
-once. What a server waits for has arrived when the slowest of those that send to it has sent everything. Then it runs
-first; own tasks run before it and after it. Tasks of a rank that read keys of others wait like those that it serves.
-What moves may go in waves, by head groups: a part travels while the one before is served and the one before that goes
-back. Of n equal parts the first takes its turn at each of the three, and behind it the slowest of the three has n - 1
-more. Base load is time beside which transfers and servers go on. Links that several ranks share are to be given as what
-each gets while all use them, which is how they are measured.
+Every rank sends and receives at once, inside a host and between hosts. What a server waits for has arrived when the
+slowest of those that send to it has sent everything, and runs first; tasks that read keys of others wait like those
+that it serves. What moves may go in waves: of n equal parts the first takes its turn at travelling out, being served
+and travelling back, and behind it the slowest of the three has n - 1 more. Base load is time beside which transfers and
+servers go on. Links that several ranks share are to be given as what each gets while all use them.
 
-Where two ticks take turns beside reserved servers (`alternate`), a server is at the other tick until one arrives, so
-it loses no time by waiting, and what it found may come home later by what trainers have to do in the other tick. When
-ranks begin in place, `begin_in_place` says. Training and the forecast ask both alike.
+Where two ticks take turns beside reserved servers (`alternate`), a server is at the other tick until one arrives, and
+what it found may come home later by what trainers have to do in the other tick. `begin_in_place`: when ranks begin.
 """
 
 from __future__ import annotations
@@ -30,19 +26,7 @@ import numpy as np
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Ints, Tick
 from deepspeed_cad.planner.constants import BISECTIONS, FORWARD_SHARE, TRAVELS, WAVE_SECONDS
-from deepspeed_cad.planner.plan import (
-    BETWEEN,
-    INSIDE,
-    O_RECEIVED,
-    O_SENT,
-    QKV_RECEIVED,
-    QKV_SENT,
-    Alternation,
-    Bools,
-    Floats,
-    Flows,
-    PlanInput,
-)
+from deepspeed_cad.planner.plan import Alternation, Bools, Floats, Flows, PlanInput
 
 
 class Routes(NamedTuple):
@@ -51,7 +35,7 @@ class Routes(NamedTuple):
     home: Ints
     server: Ints
     where: Ints
-    """INSIDE or BETWEEN."""
+    """INSIDE or BETWEEN (planner/plan.py)."""
     waves: Floats
     """[ranks]: in how many parts travels what each serves: no more than there are head groups, where a server has fewer
     the other waves are empty."""
@@ -63,20 +47,13 @@ class Trip(NamedTuple):
     home: Floats
     """[2, ranks]: seconds in which each rank's links are busy with it as a home, INSIDE and BETWEEN."""
     server: Floats
-    """The same as a server."""
     pairs: Bools
     """[pairs]: between which anything moves."""
 
 
 def common_finish(work: Floats, base: Floats, speed: Floats, group: Ints | None = None) -> Floats:
-    """When all work of a group of ranks is done if each starts at its base load and all of them stop together.
-
-    Args:
-        work: [groups] at speed 1.
-        base: [ranks] base loads.
-        speed: [ranks]; 0: runs none.
-        group: [ranks] number of each rank's; None: all are one.
-    """
+    """[groups]: when all work ([groups], at speed 1) is done if ranks start at their base loads ([ranks]) and all of a
+    group ([ranks] its number; None: all are one) stop together. `speed`: [ranks]; 0: runs none."""
     group = np.zeros(len(base), np.int64) if group is None else group
     # Sums in rank order: the same on every machine.
     speeds = np.bincount(group, speed, len(work))
@@ -99,7 +76,7 @@ def mean_finish(problem: PlanInput, work: Floats) -> float:
 
 
 def finish_best(problem: PlanInput, work: Floats, flows: Flows) -> tuple[Floats, int]:
-    """When each rank is done ([ranks]) with the number of waves that the question allows and that ends first."""
+    """When each rank is done ([ranks]) with the number of waves that ends first, and that number."""
     if not len(flows.pairs):
         return finish_times(problem, work, flows), 1
     best, waves = finish_times(problem, work, flows, problem.waves[0]), problem.waves[0]
@@ -135,17 +112,14 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1)
 def find_trips(
     flows: Flows, hosts: Ints | None, per_byte: Floats, waves: int
 ) -> tuple[Routes, tuple[tuple[Trip, Trip], tuple[Trip, Trip]]]:
-    """Who exchanges with whom; what moves there and back in forward, and in backward.
-
-    `per_byte`: [2] seconds inside a host and between hosts.
-    """
+    """Who exchanges with whom; what moves there and back in forward, and in backward. `per_byte`: [2] seconds."""
     home, server, with_rows = flows.pairs.T
-    times = flows.bytes * per_byte[:, None]
+    qkv_sent, qkv_received, o_sent, o_received = flows.bytes * per_byte[:, None]
     host = np.zeros(len(flows.parts), np.int64) if hosts is None else np.asarray(hosts)
-    where = np.where(host[home] == host[server], INSIDE, BETWEEN)
+    where = (host[home] != host[server]).astype(np.int64)
     every = np.ones(len(home), bool)
-    qkv = Trip(times[QKV_SENT], times[QKV_RECEIVED], every)
-    o = Trip(times[O_RECEIVED], times[O_SENT], with_rows > 0)
+    qkv = Trip(qkv_sent, qkv_received, every)
+    o = Trip(o_received, o_sent, with_rows > 0)
     # Backward: dO goes out, and Q, K and V once more, which servers do not keep; dQ, dK and dV come home.
     again = Trip(o.home + qkv.home, o.server + qkv.server, every)
     return Routes(home, server, where, np.clip(flows.parts, 1.0, waves)), ((qkv, o), (again, qkv))
@@ -160,17 +134,8 @@ def end_of_pass(
     start: Floats | float = 0.0,
     alternation: Alternation | None = None,
 ) -> Floats:
-    """When each rank is done with a pass ([ranks]).
-
-    Args:
-        routes: who exchanges with whom.
-        out: what homes send to servers.
-        back: what servers send back.
-        own: [ranks] seconds of all tasks of a rank.
-        waiting: [ranks] of them, those that wait for what other ranks send.
-        start: [ranks] base load.
-        alternation: with another tick; None: there is none.
-    """
+    """When each rank is done with a pass ([ranks]) of `own` seconds of tasks, of which `waiting` wait for what other
+    ranks send, from its base load `start` on."""
     homes, servers, where, count = routes
     arrive = out.server.max(0)
     np.maximum.at(arrive, servers[out.pairs], out.home[where, homes][out.pairs])
@@ -201,11 +166,8 @@ def alternate(other_work: float, linear: Floats, speed: Floats, servers: Bools) 
     because servers begin when the last trainer has handed over. That needs a transport on which results come home while
     the next tick goes out (Transport.two_ways). Figures are of forward and backward together.
 
-    Args:
-        other_work: attention of the other tick, of all ranks, at speed 1.
-        linear: [ranks] linear layers of this tick's rows, which run while the other tick is attended.
-        speed: [ranks] of attention; 0: runs none.
-        servers: [ranks] which ones only serve.
+    `other_work`: attention of the other tick, of all ranks, at speed 1. `linear`: [ranks] linear layers of this tick's
+    rows, which run while the other tick is attended. `speed`: [ranks] of attention. `servers`: [ranks] who only serves.
     """
     slowest = float(linear.max(initial=0.0))
     other = max(float(common_finish(np.array([other_work]), linear, speed)[0]), slowest)
@@ -221,13 +183,8 @@ def begin_in_place(
     whole layers even. An early rank runs attention of its own until keys and queries of the late ones arrive; where it
     has too little of that it is idle for the rest. Rows that read keys of a late rank fill no time.
 
-    Args:
-        seconds: [ranks] per token of one layer outside attention, forward and backward.
-        tick: whose attention is planned.
-        cost: of attention, in seconds too.
-        groups: head groups.
-        window: of the layers, None without one.
-        speeds: [ranks] in attention, beside what costs say; None: all are equal.
+    `seconds`: [ranks] per token of one layer outside attention, forward and backward. `cost`: of attention, in seconds
+    too. `speeds`: [ranks] in attention, beside what costs say.
     """
     before = seconds * tick.query_tokens
     speed = np.ones(tick.ranks) if speeds is None else speeds

@@ -40,7 +40,7 @@ class HeadShape:
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of one row of one head group's Q."""
+        """Of one row of one head group's Q."""
         return self.heads_per_group * self.head_dim * self.bytes_per_element
 
     @property
@@ -91,13 +91,12 @@ class PlanInput:
 
     @cached_property
     def floors(self) -> Floats:
-        """[ranks]: base loads, 0 where none are given."""
-        return self._per_rank(self.base_load, 0.0)
+        """[ranks]: base loads."""
+        return np.ascontiguousarray(np.zeros(self.tick.ranks) if self.base_load is None else self.base_load, np.float64)
 
     @cached_property
     def speeds(self) -> Floats:
-        """[ranks]: speeds, 1 where none are given."""
-        return self._per_rank(self.speed, 1.0)
+        return np.ascontiguousarray(np.ones(self.tick.ranks) if self.speed is None else self.speed, np.float64)
 
     @cached_property
     def divisors(self) -> Floats:
@@ -108,17 +107,12 @@ class PlanInput:
         """[ranks]: when each is done with so much work, if transfers took no time."""
         return self.floors + work / self.divisors
 
-    def _per_rank(self, values: Floats | None, default: float) -> Floats:
-        return np.full(self.tick.ranks, default) if values is None else np.ascontiguousarray(values, np.float64)
-
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """What a plan moves between ranks in one layer's forward, as the model of transfers needs it (finish.py).
-
-    Per head group: Q of every row that is not at home on its server goes there, and O comes back. Of K and V a server
-    receives each row that it reads of a (document, head group) and does not hold itself, once, from the row's home.
-    """
+    """What a plan moves between ranks in one layer's forward, as the model of transfers needs it (finish.py). Per head
+    group: Q of every row that is not at home on its server goes there, and O comes back. Of K and V a server receives
+    each row that it reads of a (document, head group) and does not hold itself, once, from the row's home."""
 
     bytes: Ints
     """[4, 2, ranks]: of what (see above), inside a host or between hosts, for each rank."""
@@ -173,7 +167,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Max over mean of the predicted load; 1.0 where there is none."""
+        """Max over mean of the predicted load."""
         return _max_over_mean(self.load)
 
     @property
@@ -182,12 +176,16 @@ class Plan:
 
     def fingerprint(self) -> int:
         """63-bit digest of the tasks: equal on every rank, or something is wrong."""
-        digest = hashlib.blake2b(np.ascontiguousarray(self.tasks).tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return digest(self.tasks) >> 1
 
     def to_json(self) -> dict[str, Any]:
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "flows"}
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
+
+
+def digest(numbers: Ints) -> int:
+    """64 bits over an array."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(numbers).tobytes(), digest_size=8).digest(), "little")
 
 
 def _max_over_mean(load: Floats) -> float:

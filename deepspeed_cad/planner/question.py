@@ -1,11 +1,11 @@
-"""The question: its checks (`check_input`), and its form as a JSON file, which `deepspeed-cad plan` reads."""
+"""The question as a JSON file, which `deepspeed-cad plan` reads, and its checks (`check_input`)."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +15,11 @@ import numpy as np
 from deepspeed_cad.config import is_number
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.layout import Ints, Layout, Segments
+from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.constants import TRAVELS
 from deepspeed_cad.planner.plan import Floats, HeadShape, PlanInput
 
 logger = logging.getLogger(__name__)
-
-GIGA = 1e9
-"""Bytes of a GB."""
 
 KEYS = {
     "documents": "lengths in stream order, cut into ranks of tokens_per_rank",
@@ -47,78 +44,19 @@ KEYS = {
 
 
 def check_input(problem: PlanInput) -> None:
-    """Raise CADConfigError for a field that no plan could be made with: its name, its value and what is allowed."""
-    for fault in _faults(problem):
-        raise CADConfigError(fault)
-
-
-def _faults(problem: PlanInput) -> Iterator[str]:
-    tick, shape, ranks = problem.tick, problem.shape, problem.tick.ranks
-    if ranks < 1:
-        yield f"a plan needs at least one rank, found {ranks}"
-    if shape.groups < 1 or shape.query_heads < 1 or shape.query_heads % shape.groups:
-        yield (
-            f"{shape.query_heads} query heads cannot be shared by {shape.groups} KV heads: the second must divide the "
-            "first"
-        )
-    for name in ("head_dim", "value_dim", "bytes_per_element"):
-        if getattr(shape, name) < 1:
-            yield f"{name} {getattr(shape, name)}: it must be at least 1"
+    """Raise CADConfigError for what neither layouts nor configurations rule out, with its value and what is allowed."""
     if not (math.isfinite(problem.tolerance) and 0 <= problem.tolerance < 1):
-        yield f"tolerance is {problem.tolerance}; it is a share of the mean, from 0 up to 1"
-    if problem.granularity < 1:
-        yield f"granularity is {problem.granularity}; it is a number of query rows, at least 1"
-    if problem.window is not None and problem.window < 1:
-        yield f"window is {problem.window}; it is a number of tokens, at least 1, or None"
-    for name in ("hosts", "base_load", "speed"):
-        if (given := getattr(problem, name)) is None:
-            continue
-        values = np.asarray(given)
-        if values.shape != (ranks,) or values.dtype.kind not in ("iu" if name == "hosts" else "iuf"):
-            yield (
-                f"{name} has shape {values.shape} and dtype {values.dtype}; it needs one number for each of the "
-                f"{ranks} ranks{', the whole one of its host' * (name == 'hosts')}"
-            )
+        raise CADConfigError(f"tolerance is {problem.tolerance}; it is a share of the mean, from 0 up to 1")
+    for name, values in (("base_load", problem.floors), ("speed", problem.speeds)):
         wrong = ~np.isfinite(values) | (values < 0)
-        if name != "hosts" and wrong.any():
+        if wrong.any():
             rank = int(np.argmax(wrong))
-            yield f"{name} of rank {rank} is {values[rank]}; it must be a number of at least 0"
-    if problem.alternation is not None:
-        servers, later = problem.alternation
-        if np.shape(servers) != (ranks,):
-            yield f"alternation.servers has shape {np.shape(servers)}; it needs one value for each of the {ranks} ranks"
-        if not (math.isfinite(later) and later >= 0.0):
-            yield f"alternation.later is {later}; it must be a finite number of at least 0"
-    if len(tick.query) and not (problem.speeds > 0).any():
-        yield "speed is 0 on every rank: at least one rank must be able to run tasks"
-    for name in ("pair", "row", "key", "task", "byte_inside", "byte_between"):
-        value = getattr(problem.cost, name)
-        if not math.isfinite(value) or value < 0:
-            yield f"cost.{name} is {value}; it must be a finite number of at least 0"
-    yield from _faults_of("query", tick.query, ranks)
-    yield from _faults_of("key", tick.key, ranks)
-
-
-def _faults_of(name: str, segments: Segments, ranks: int) -> Iterator[str]:
-    document, rank, begin, end = segments.document, segments.rank, segments.begin, segments.end
-    foreign = rank[(rank < 0) | (rank >= ranks)]
-    if len(foreign):
-        yield f"a {name} segment lies on rank {foreign[0]} of a tick with {ranks} ranks"
-    wrong = (begin < 0) | (end < begin)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        yield f"{name} segment {at} is [{begin[at]}, {end[at]}): not an interval of positions"
-    order = np.lexsort((end, begin, document))
-    same = document[order][1:] == document[order][:-1]
-    overlap = np.flatnonzero(same & (begin[order][1:] < end[order][:-1]))
-    if len(overlap):
-        a, b = order[overlap[0]], order[overlap[0] + 1]
-        yield (
-            f"two {name} segments hold the same rows of document {document[a]}: [{begin[a]}, {end[a]}) on rank "
-            f"{rank[a]} and [{begin[b]}, {end[b]}) on rank {rank[b]}; each row has one home"
-        )
-    if end.max(initial=0) >= 1 << 31:
-        yield f"a document of {end.max()} tokens is longer than the planner counts (2^31)"
+            raise CADConfigError(f"{name} of rank {rank} is {values[rank]}; it must be a number of at least 0")
+    if len(problem.tick.query) and not (problem.speeds > 0).any():
+        raise CADConfigError("speed is 0 on every rank: at least one rank must be able to run tasks")
+    longest = problem.tick.key.end.max(initial=0)
+    if longest >= 1 << 31:
+        raise CADConfigError(f"a document of {longest} tokens is longer than the planner counts (2^31)")
 
 
 class Question(NamedTuple):
@@ -206,11 +144,9 @@ def read_cost(cost: Any, shape: HeadShape) -> CostModel:
 
 
 def hosts_of_nodes(per_node: int | list[int], ranks: int) -> Ints:
-    """Number of each rank's host where hosts have their ranks one behind the other ([ranks]).
-
-    `per_node`: ranks of every host, the last one has what is left; or the ranks of each. Raises CADConfigError where
-    they do not make up all ranks.
-    """
+    """Number of each rank's host where hosts have their ranks one behind the other ([ranks]). `per_node`: ranks of
+    every host, the last one has what is left; or the ranks of each. Raises CADConfigError where they do not make up all
+    ranks."""
     if isinstance(per_node, int):
         return np.arange(ranks) // per_node
     if sum(per_node) != ranks:
@@ -244,12 +180,10 @@ def _links(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_links(cost: CostModel, inside: float | None = None, between: float | None = None) -> CostModel:
-    """A cost model with links of so many GB/s into each rank; None: as the model has them.
-
-    Raises CADConfigError where the costs of attention are not seconds, with which those of links could be compared.
-    """
+    """A cost model with links of so many GB/s into each rank; None: as the model has them. Raises CADConfigError where
+    the costs of attention are not seconds, with which those of links could be compared."""
     speeds = {"byte_inside": inside, "byte_between": between}
-    given: dict[str, Any] = {name: TRAVELS / (speed * GIGA) for name, speed in speeds.items() if speed is not None}
+    given: dict[str, Any] = {name: TRAVELS / (speed * 1e9) for name, speed in speeds.items() if speed is not None}
     if given and cost.unit != "seconds":
         raise CADConfigError(
             f"links have speeds, but the cost of attention is in {cost.unit}: give a profile as cost, which "

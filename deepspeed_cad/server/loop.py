@@ -42,8 +42,7 @@ from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule
-from deepspeed_cad.schedule.room import BACK, OUT, Room
-from deepspeed_cad.schedule.waves import Cut, schedule_waves
+from deepspeed_cad.schedule.waves import BACK, OUT, Cut, Room, schedule_waves
 from deepspeed_cad.server.orders import DISPATCH, OPEN, PLAN, RELEASE, RETURN, ROOM, TRACE
 from deepspeed_cad.server.sockets import Frame
 from deepspeed_cad.trace import Tracer

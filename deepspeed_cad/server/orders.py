@@ -23,8 +23,7 @@ from deepspeed_cad.attention.setup import CallOrders, Modes
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner.plan import Plan
-from deepspeed_cad.schedule.room import Room
-from deepspeed_cad.schedule.waves import Cut
+from deepspeed_cad.schedule.waves import Cut, Room
 
 OPEN, PLAN, ROOM, DISPATCH, RETURN, RELEASE = "open", "plan", "room", "dispatch", "return", "release"
 REGROUP = "regroup"

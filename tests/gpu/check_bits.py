@@ -78,8 +78,6 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
 
 
 class Attend:
-    """Forwards of one kernel with one mask."""
-
     def __init__(self, kernel: Kernel, rule: MaskRule, sinks_H: torch.Tensor | None) -> None:
         self.kernel, self.rule, self.sinks_H = kernel, rule, sinks_H
 
@@ -100,7 +98,6 @@ class Attend:
     def pieces(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A document in pieces, one call each, as a rank runs its own rows."""
         made = []
         for begin, end in pieces:
             first = int(window_start(begin, self.rule.window))

@@ -24,7 +24,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 def check(place: Place, transport: str, how: str) -> Found:
-    """Two good steps, then one in which the last rank is missing."""
     last = place.ranks - 1
     model = training.tiny_llama(torch.float32).to(place.device)
     block = {"granularity": 16, "timeout_s": TIMEOUT_S, "transport": transport, "kernel": "torch_math"}
@@ -50,7 +49,6 @@ def check(place: Place, transport: str, how: str) -> Found:
 
 
 def fail(how: str) -> None:
-    """What the last rank does."""
     session = deepspeed_cad.current_session()
     assert session is not None
     if how == "dies before its lengths":
@@ -67,7 +65,6 @@ def fail(how: str) -> None:
 
 
 def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
-    """Forward and backward; reading the loss waits for the GPU, as training loops do."""
     model.zero_grad()
     loss = training.loss_sum(model, batch)
     loss.backward()

@@ -17,8 +17,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.schedule import Schedule, build_slices, schedule_rank
-from deepspeed_cad.schedule.room import room_needed
-from deepspeed_cad.schedule.waves import Cut, waves_within
+from deepspeed_cad.schedule.waves import Cut, room_needed, waves_within
 
 LEFT = 256 << 20
 """Bytes that the driver still has when areas grow by several times as much."""
@@ -49,7 +48,6 @@ def make_swap(ranks: int, rows: int) -> list[Schedule]:
 
 
 def hold(place: Place, left: int) -> list[torch.Tensor]:
-    """All memory of the GPU but `left` bytes."""
     if not place.on_gpu:
         return []
     torch.cuda.empty_cache()
@@ -60,7 +58,6 @@ def hold(place: Place, left: int) -> list[torch.Tensor]:
 
 
 def one_round(place: Place, transport: Transport, plans: list[Schedule], seed: int) -> int:
-    """An exchange there and back; gives how many values are wrong."""
     return int(torch.stack(Round(plans, place.rank, seed, 0, place.device).run(transport)).sum())
 
 
@@ -139,5 +136,4 @@ def check_waves(place: Place, name: str) -> Found:
 
 
 def group_of(place: Place) -> dist.ProcessGroup:
-    """The ranks that exchange."""
     return dist.new_group(backend="nccl" if place.on_gpu else "gloo")

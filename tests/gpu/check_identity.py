@@ -54,7 +54,6 @@ def check(place: Place, name: str, other_sizes: bool) -> Found:
 
 
 def one_round(place: Place, transport: Any, plans: list[Any], moment: Moment) -> list[Any]:
-    """There and back at one moment; gives the counts of wrong values."""
     one = Round(plans, place.rank, 1, 0, place.device)
     one.moment = moment
     return one.run(transport)

@@ -142,9 +142,7 @@ def by_group(x_SGD: torch.Tensor, gap: int) -> torch.Tensor:
 
 def check_large(place: Place, kernel: Kernel) -> Found:
     """The last of many sequences, in tensors of more than 2^31 elements: the same bits as alone; and rows placed there.
-
-    Fewer on a CPU.
-    """
+    Fewer on a CPU."""
     shape = {"heads": 32, "groups": 8, "head": 128}
     reason = refusal(place, kernel, shape)
     if reason is not None:

@@ -149,7 +149,6 @@ def check_exchange(place: Place, name: str, group: Group) -> Found:
 
 
 def lose_exchange(place: Place, transport: Transport, plans: list[Schedule], cycles: int) -> int:
-    """A dispatch that has no return."""
     one = Round(plans, place.rank, 7, 0, place.device)
     place.synchronize()
     place.gather(None)
@@ -213,7 +212,6 @@ def check_flags(place: Place, group: Group) -> Found:
 
 
 def comes(reached: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether it is reached in so many seconds."""
     end = time.monotonic() + seconds
     while not reached():
         if time.monotonic() > end:
@@ -226,19 +224,16 @@ def comes(reached: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def stream_of_training(place: Place) -> AbstractContextManager[Any]:
-    """Not the default stream, which is the one of a new thread."""
     return torch.cuda.stream(torch.cuda.Stream(place.device)) if place.on_gpu else nullcontext()
 
 
 def hold_up(place: Place, streams: list[Any], cycles: int) -> None:
-    """What is queued on streams from now on begins late."""
     for stream in streams if place.on_gpu and cycles else ():
         with torch.cuda.stream(stream):
             torch.cuda._sleep(cycles)
 
 
 def let_go(place: Place, held: list[Any]) -> None:
-    """The last reference goes on another thread."""
     start_daemon("lets go", held.clear, place.device).join()
 
 
@@ -256,18 +251,15 @@ def spoil(place: Place, sizes: list[int]) -> int:
 
 
 def filled(place: Place, size: int) -> torch.Tensor:
-    """A new tensor."""
     return torch.full((size,), MARK, dtype=torch.uint8, device=place.device)
 
 
 def reserved(place: Place) -> int:
-    """Bytes that torch's allocator has from the driver."""
     return torch.cuda.memory_reserved(place.device)
 
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """As if nobody minded how things end."""
     rooms: list[Any] = [parking, nccl, landed]
     guards, end = [room.leave_to_streams for room in rooms], overlap.Return.__del__
     for room in rooms:

@@ -29,7 +29,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 def documents_of(rank: int, count: int) -> list[list[torch.Tensor]]:
-    """Of the batches of one rank, the same in every epoch."""
     lengths = [([120 + 8 * i] if (rank + i) % 2 == 0 else [20 + i, 30, 7]) for i in range(count)]
     return [training.documents(one, seed=100 * rank + i) for i, one in enumerate(lengths)]
 

@@ -77,8 +77,6 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
-
     hidden: int
     tokens: int
     """Per rank."""
@@ -165,7 +163,6 @@ def stream(lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torc
 
 
 def train(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> Results:
-    """One forward and backward over a row of tokens."""
     model.zero_grad()
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -176,7 +173,6 @@ def train(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, ta
 
 
 def alone(model: PreTrainedModel, lengths: list[int]) -> Results:
-    """Every document alone, with transformers' own attention."""
     device = next(model.parameters()).device
     everything, end, losses = stream(lengths, device), 0, []
     total: Results = {}
@@ -204,12 +200,10 @@ def own_code(model: PreTrainedModel) -> Iterator[None]:
 
 
 def errors(found: Results, exact: Results) -> dict[str, float]:
-    """Relative L2 error of each parameter's gradient, and of the losses of all tokens."""
     return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
 
 
 def median(values: dict[str, float]) -> float:
-    """The one in the middle."""
     return sorted(values.values())[len(values) // 2]
 
 
@@ -224,7 +218,6 @@ def usual(exact: Results, ordinary: dict[str, float]) -> list[float]:
 
 
 def make_block(place: Place, transport: str) -> dict[str, Any]:
-    """The "cad" block."""
     block: dict[str, Any] = {"kernel": place.kernel, "transport": transport, "tolerance": 0.02, "timeout_s": 60.0}
     # Rows as short as these would not be worth moving over links as they are.
     block["links"] = {"inside": 1000.0, "between": 1000.0}

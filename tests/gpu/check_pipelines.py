@@ -43,7 +43,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str, **more: Any) -> Found:
-    """One step with CAD and one without; `more`: keys of the "cad" block."""
     loss, own = step(stages, dtype, {"cost": "pairs", "granularity": 16, "kernel": kernel, **more})
     session = deepspeed_cad.current_session()
     assert session is not None

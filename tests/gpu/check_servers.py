@@ -100,7 +100,6 @@ def _take_part(place: Place, transport: str, checkpointing: bool, known: list[An
 
 
 def _train_on(place: Place, transport: str, dies_in: str) -> Found:
-    """A trainer, whose server dies and another one comes."""
     ranks = place.ranks - 1
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.on_gpu else "gloo", timeout=timedelta(seconds=120))
@@ -170,7 +169,6 @@ def _keep_servers(place: Place, transport: str, dies_in: str) -> Found:
 
 
 def _store() -> dist.Store:
-    """Of the launch, for what is said between these processes."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30))
     return dist.PrefixStore("check_servers", store)
 

@@ -86,7 +86,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 def check(place: Place, transport: str, kernel: str, documents: str, waves: int) -> Found:
-    """Train once in peace on one stream, then often on two."""
     sizes = Sizes(512, 2048) if place.on_gpu else Sizes(64, 192)
     model = make_model(place, "llama", sizes)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -133,7 +132,6 @@ def check(place: Place, transport: str, kernel: str, documents: str, waves: int)
 
 
 def distance(one: Results, other: Results, name: str) -> float:
-    """Relative L2 distance; infinite where there are NaN."""
     found = float((one[name] - other[name]).norm() / other[name].norm())
     return found if found == found else float("inf")
 
@@ -145,7 +143,6 @@ def allowed(found: Results, calm: Results, name: str, noise: float) -> bool:
 
 @contextmanager
 def disturbed(session: Session, by: Disturbance) -> Iterator[None]:
-    """Transport and kernels of a session with disturbances around every call."""
     plans, crew, choose = session.plans, session.plans.crew, session.kernel
     transport: Any = Disturbed(crew.transport, by, ("dispatch", "give_back"))
     plans.crew = replace(crew, transport=transport)

@@ -43,11 +43,9 @@ Agree = Callable[[int], "list[int]"]
 
 
 def run(place: Place, lines: Lines, case: str) -> None:
-    """All transports of one host, or with pretended hosts what carries exchanges between those.
-
-    `case`: a transport and how an exchange is left out, in processes of their own: what it leaves on a GPU may hold up
-    whatever runs there later.
-    """
+    """All transports of one host, or with pretended hosts what carries exchanges between those. `case`: a transport and
+    how an exchange is left out, in processes of their own: what it leaves on a GPU may hold up whatever runs there
+    later."""
     device, ranks = place.device, place.ranks
     group = open_exchange(None, timedelta(seconds=300), device)
     talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
@@ -90,7 +88,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 def expected_choice(place: Place) -> str:
-    """What "auto" takes, as docs/architecture.md says."""
     if not place.on_gpu:
         return "c10d"
     apart = len(set(place.hosts or (0,)))
@@ -98,7 +95,6 @@ def expected_choice(place: Place) -> str:
 
 
 def make_schedules(ranks: int, seed: int, longest: int) -> list[Schedule]:
-    """A random plan for all ranks."""
     rng = np.random.default_rng(seed)
     lengths = [[int(n) for n in rng.integers(1, longest, rng.integers(1, 5))] for _ in range(ranks)]
     tick = Layout.from_rank_lengths(lengths).tick()
@@ -118,18 +114,13 @@ def home_tensor(schedule: Schedule, kind: int, width: int, dtype: torch.dtype, s
 
 @dataclass
 class Arrived:
-    """A dispatch that was waited for."""
-
     tensors: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
-        """What arrived."""
         return self.tensors
 
 
 class Round:
-    """One dispatch and return with known answers."""
-
     FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
 
     def __init__(
@@ -161,7 +152,6 @@ class Round:
         self.back = transport.give_back(self.own, fields, self.nano_batch, self.moment)
 
     def differences(self, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
-        """How many values of each field are not those that were sent."""
         wrong = []
         for f, (kind, _width, _dtype) in enumerate(self.FIELDS):
             expected = torch.empty_like(arrived[f])
@@ -293,10 +283,8 @@ def check_passes(transport: Transport, place: Place) -> Found:
 
 
 def check_timeout(name: str, warm: bool, group: dist.ProcessGroup, place: Place, agree: Agree) -> Found:
-    """The last rank leaves one exchange out: the others get an error in time, and their GPU goes on.
-
-    `warm`: all buffers are there already; else the exchange left out is one that makes a buffer.
-    """
+    """The last rank leaves one exchange out: the others get an error in time, and their GPU goes on. `warm`: all
+    buffers are there already; else the exchange left out is one that makes a buffer."""
     rank, ranks, device = place.rank, place.ranks, place.device
     transport = probe.choose_transport(name, group, device, agree, timeout_s=6.0)  # NCCL connects in up to 3 s
     plans = make_schedules(ranks, 1, 300)

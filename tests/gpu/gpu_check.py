@@ -51,8 +51,6 @@ SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One set of processes, one for each rank."""
-
     group: str
     case: str = ""
     limit_s: float = 120.0
@@ -67,14 +65,11 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """For messages."""
         return f"{self.group} {self.case} {self.allocator}".strip()
 
 
 @dataclass
 class Ended:
-    """What a launch left behind."""
-
     launch: Launch
     lines: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
@@ -213,7 +208,6 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
 
 
 def _line(launch: Launch, state: str, detail: str, rank: int = 0) -> dict[str, Any]:
-    """What is said of a launch as a whole."""
     return {
         "what": launch.group, "case": launch.case, "state": state, "rank": rank, "seconds": 0.0, "detail": detail
     }  # fmt: skip
@@ -225,7 +219,6 @@ def explained(launch: Launch, said: str, ranks: int) -> bool:
 
 
 def _last_words(log: Path) -> str:
-    """What a process wrote that the watchdog ended."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("deepspeed_cad: rank")]
     return lines[-1][:300] if lines else ""
 
@@ -249,7 +242,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int]
 
 
 def run_group(group: str, options: argparse.Namespace, folder: Path, until: float) -> list[Ended]:
-    """All launches of a group."""
     cuda = options.device == "cuda"
     wanted = launches(group, options.ranks, cuda, options.hosts, options.shared)
     if isinstance(wanted, str):
@@ -290,7 +282,6 @@ def merge(ended: list[Ended]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
     lines = ["| check | case | | s | found |", "|---|---|---|---|---|"]
     for row in rows:
         detail = f"rank {row['rank']}: {row['detail']}" if row["state"] == FAILED else row["detail"]
@@ -313,7 +304,6 @@ def _say(text: str) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", help=f"groups, comma-separated; there are {', '.join(GROUPS)}")
@@ -341,14 +331,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def pretended(ranks: int) -> list[tuple[int, ...]]:
-    """Which ranks share a host, for the group `mixed`."""
     if ranks == 4:
         return [(0, 0, 1, 1), (0, 0, 0, 1)]
     return [tuple(2 * rank // ranks for rank in range(ranks))]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what the command line says."""
     options = parse(argv)
     begun = time.monotonic()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -377,7 +365,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(options: argparse.Namespace, rows: list[dict[str, Any]], ended: list[Ended], result: str) -> None:
-    """Everything as JSON."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {platform.machine()}"

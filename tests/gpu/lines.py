@@ -33,8 +33,6 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs."""
-
     rank: int
     ranks: int
     device: torch.device
@@ -59,22 +57,18 @@ class Place:
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def synchronize(self) -> None:
-        """Wait for the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank."""
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, value)
         return found
 
     def together(self, run: Callable[[], Result]) -> Result:
-        """What `run` gives; raises Refused on every rank where some rank has a CADUnsupportedError.
-
-        Which rank sees a refusal first is a matter of time: the others may lose it in the middle of an exchange or a
-        collective, and have another error.
-        """
+        """What `run` gives; raises Refused on every rank where some rank has a CADUnsupportedError. Which rank sees a
+        refusal first is a matter of time: the others may lose it in the middle of an exchange or a collective, and have
+        another error."""
         refused, failed, result = "", None, None
         try:
             result = run()
@@ -91,8 +85,6 @@ class Place:
 
 
 class Lines:
-    """The lines of one rank."""
-
     def __init__(self, place: Place, path: Path) -> None:
         self.place, self.path = place, path
 

@@ -22,5 +22,4 @@ TIME_OUT, WHILE_GROWING = "time-out", "time-out while growing"
 
 
 def names(text: str, rank: int) -> bool:
-    """Whether an error names a rank, alone or among others."""
     return re.search(rf"\brank (\d+, )*{rank}\b", text) is not None

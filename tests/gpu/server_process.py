@@ -23,7 +23,6 @@ from deepspeed_cad.server.meeting import take_place  # noqa: E402
 
 
 def die_after(order: str, turn: int) -> None:
-    """Let this process be killed when it has done an order."""
 
     class Mortal(loop.Loop):
         def follow(self, frame: Any) -> None:

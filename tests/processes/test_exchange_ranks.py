@@ -81,7 +81,6 @@ def test_exchanges_of_different_moments_are_not_taken_for_each_other(
 
 
 def _train(rank: int, steps: int, block: dict[str, Any]) -> Any:
-    """The session."""
     model = deepspeed_cad.apply(training.tiny_llama(), {"granularity": 16, "timeout_s": 50.0, **block})
     session = deepspeed_cad.current_session()
     if not block:  # every transfer counts, however small

@@ -20,14 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Fork(Script):
-    """What gpu_check.py needs of subprocess.Popen."""
-
     def __init__(self, command: list[str], env: Mapping[str, str], stdout: BinaryIO, stderr: BinaryIO) -> None:
         super().__init__(command[1:], Path.cwd(), env, Path(stdout.name))
 
     @property
     def returncode(self) -> int | None:
-        """Where it has ended."""
         return self.poll()
 
 

@@ -32,7 +32,6 @@ def start(hosts: Hosts, place: list[int], pauses: str = "", **asked: Any) -> lis
 
 
 def finish(processes: list[subprocess.Popen[str]], timeout: float = 200.0) -> tuple[list[dict[str, Any]], list[str]]:
-    """What each rank found, and its log."""
     deadline, found, logs = time.monotonic() + timeout, [], []
     for process in processes:
         out, log = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
@@ -43,7 +42,6 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 200.0) -> tu
 
 
 def go_on(processes: list[subprocess.Popen[str]]) -> None:
-    """Let ranks go on that wait for a line."""
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -51,7 +49,6 @@ def go_on(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def say_line(process: subprocess.Popen[str], line: str) -> None:
-    """Wait until a rank says so."""
     assert process.stdout is not None
     said = process.stdout.readline().strip()
     assert said == line, process.communicate(timeout=20)[1][-3000:]

@@ -6,13 +6,8 @@ document alone.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-import sysconfig
 from collections.abc import Callable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,15 +22,9 @@ from served import play
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoTokenizer
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import demo  # noqa: E402
-import packing  # noqa: E402
 
 WORLD, SHARES = 4, 2
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50]]
@@ -159,34 +148,6 @@ def test_windows_sinks_and_latent_attention(workers: WorkerPool, kind: str) -> N
     family = next(one for one in FAMILIES if one.kind == kind)
     results = workers.run(_train, WORLD, 4, None, {"forward_only": "balanced"}, SHARES, family)
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
-
-
-def _demo_steps(rank: int, world: int, rows: list[dict[str, torch.Tensor]], block: dict[str, Any]) -> list[Any]:
-    mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
-    model = training.tiny_llama(torch.float32, num_hidden_layers=1, vocab_size=demo.CPU_MODEL["vocab_size"])
-    _divide(model, mesh["tp"], 4)
-    deepspeed_cad.apply(model, {**block, "links": training.LINKS}, mesh=mesh).train()
-    steps = []
-    for row in rows[rank // SHARES :: world // SHARES]:
-        training.loss_sum(model, row).backward()
-        steps.append(deepspeed_cad.current_session().take_statistics("test").as_events())
-    return steps
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_balance_between_replicas_on_the_mix_of_the_demo(workers: WorkerPool, tmp_path: Path) -> None:
-    """Documents, tokenizer, rows, and block of `make demo`, on two replicas of two."""
-    tokens = demo.choose_machine(0).tokens
-    data = [sysconfig.get_paths()["stdlib"]]
-    texts = islice(packing.read_texts(packing.list_files(data)), demo.TOKENIZER_SAMPLE)
-    demo.make_checkpoint(tmp_path, demo.CPU_MODEL, texts, tokens)
-    documents = packing.tokenized(data, AutoTokenizer.from_pretrained(tmp_path))
-    rows = packing.pack(documents, tokens, 8 * WORLD // SHARES)
-    block = json.loads((EXAMPLES / "ds_zero1_cad.json").read_text())["cad"]
-    for steps in workers.run(_demo_steps, WORLD, rows, block, timeout=240.0):
-        assert len(steps) == 8 and max(step[demo.AFTER] for step in steps) <= 1.05, steps
-        assert demo.average(steps, demo.BEFORE) > 1.1
 
 
 def _on_hosts(rank: int, world: int, apart: bool) -> tuple[bool, list[int]]:

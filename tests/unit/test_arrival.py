@@ -3,39 +3,25 @@ not shown here; when the host goes on, stops, or says that a server is lost is."
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad import native
 from deepspeed_cad.errors import CADPeerError, ServerLostError
-from deepspeed_cad.exchange import nccl
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Flags, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import MemoryStore, OwnGroup
-from deepspeed_cad.exchange.landed import LandingTransport
-from deepspeed_cad.exchange.native_calls import NcclCalls
-from deepspeed_cad.exchange.nccl import NcclTransport
-from deepspeed_cad.native import NativeCallError
+from deepspeed_cad.exchange.group import MemoryStore
 
 
 class Losses:
-    """Says that a server is lost, once it is told so."""
-
     reason = ""
 
     def why(self) -> str:
@@ -45,8 +31,6 @@ class Losses:
 
 
 class Side:
-    """One rank that goes on without a server."""
-
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.losses = Losses()
         self.board = Liveness(dist.HashStore(), 0, 2)
@@ -134,29 +118,6 @@ def test_waits_end_by_force_and_not_because_all_is_there(monkeypatch: pytest.Mon
     side.dog.abandon()
 
 
-def test_a_call_that_fails_with_a_server_says_so() -> None:
-    side = Side()
-    assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("remote error")), ServerLostError)
-    side = Side()
-    side.losses.reason = "server 1 ended"
-    assert isinstance(side.alarm.explain("exchange 7", NativeCallError("remote error")), ServerLostError)
-    side.alarm.stop("ranks differ")
-    assert not isinstance(side.alarm.explain("exchange 7", NativeCallError("x")), ServerLostError)
-
-
-def test_a_communicator_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = object.__new__(NcclCalls)
-    left: list[object] = []
-    monkeypatch.setattr(native, "call", lambda name, *given: left.append(given))
-    calls._leaving, calls._communicator = threading.Lock(), SimpleNamespace(value=17)  # type: ignore[assignment]
-    threads = [threading.Thread(target=lambda: calls.leave()) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(left) == 1
-
-
 def _gather(store: dist.Store, counter: int, rank: int) -> list[bytes]:
     """As torch's symmetric memory does on one of two ranks, in C++: keys by a counter of the process."""
     mine = dist.PrefixStore("group", store)
@@ -186,87 +147,3 @@ def test_nobody_waits_for_a_lost_server_to_make_memory(what: str) -> None:
             _gather(MemoryStore(dist.HashStore(), side.alarm), 3, 0)
         else:
             RollCall(dist.HashStore(), 2, side.alarm).call("making it")
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-@pytest.mark.parametrize("moves", [False, True])
-def test_who_may_lose_a_server_hears_of_all_ranks_in_every_exchange(
-    monkeypatch: pytest.MonkeyPatch, goes_on: bool, moves: bool
-) -> None:
-    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
-    for name, fake in (
-        ("current_stream", None),
-        ("device", nullcontext()),
-        ("stream", nullcontext()),
-        ("Event", event),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, fake=fake, **__: fake)
-    side, queued, arrived = Side(), list[np.ndarray](), list[list[int]]()
-    side.board.losses = side.losses if goes_on else None
-    messenger = object.__new__(nccl.Messenger)
-    messenger.device, messenger.alarm, messenger.rank, messenger.ranks = torch.device("cpu"), side.alarm, 1, 4
-    messenger.stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)  # type: ignore[assignment]
-    messenger._numbers = torch.zeros(nccl.RING, dtype=torch.int64)
-    messenger._queue = lambda identity, table, dog: queued.append(table)  # type: ignore[method-assign]
-    comparison: Any = SimpleNamespace(
-        ring=torch.zeros(nccl.RING, 4, dtype=torch.int64), arrived=lambda identity, peers: arrived.append(peers)
-    )
-    table = np.array([[1, 2, 64, 8], [0, 2, 128, 8]] if moves else [], np.int64).reshape(-1, 4)
-    dog: Any = SimpleNamespace(track=lambda before, after, label, then=None: None if then is None else then())
-    done = messenger.exchange(Identity(5, 9), table, comparison, dog)
-    others = [0, 2, 3] if goes_on else [2]
-    if not goes_on and not moves:
-        assert done is None and not queued
-        return
-    assert done is not None and arrived == [others]
-    for way in (0, 1):
-        assert sorted(queued[0][queued[0][:, 0] == way, 1].tolist()) == others
-    assert [len(one) for one in queued[1:]] == ([2] if moves else [])
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_no_stream_waits_for_flags_where_a_server_may_be_lost(goes_on: bool) -> None:
-    side, ring = Side(), Ring([7, 7])
-    side.board.losses = side.losses if goes_on else None
-    nvlink, queued = object.__new__(LandingTransport), list[tuple[object, ...]]()
-    nvlink.alarm, nvlink._watchdog, nvlink._seen = side.alarm, side.dog, ring.flags
-    nvlink.calls = SimpleNamespace(wait=lambda *given: queued.append(given))  # type: ignore[assignment]
-    way: Any = SimpleNamespace(own_flags=np.arange(2))
-    nvlink._out = nvlink._back = way
-    nvlink.exchanges = nvlink._pushed = 7
-    nvlink._wait_for_flags(SimpleNamespace(cuda_stream=3), way, 7, Identity(7, 0))  # type: ignore[arg-type]
-    assert bool(queued) != goes_on and bool(ring.copies) == goes_on
-    side.dog.abandon()
-
-
-class Given(OwnGroup):
-    """A group that notes that it is given up."""
-
-    def __init__(self, said: list[str]) -> None:
-        object.__setattr__(self, "abandon", lambda: said.append("group"))
-
-
-def test_nccl_is_left_beside_and_its_buffers_stay_until_then() -> None:
-    nccl, side, said = object.__new__(NcclTransport), Side(), list[str]()
-    nccl.group, nccl._watchdog, nccl.device = Given(said), side.dog, torch.device("cpu")
-    stuck = threading.Event()
-    way = SimpleNamespace(stream=SimpleNamespace(synchronize=lambda: said.append("drained")))
-
-    def leave() -> None:
-        stuck.wait(20)
-        said.append("left")
-
-    nccl.messages = SimpleNamespace(leave=leave, out=way, back=way)  # type: ignore[assignment]
-
-    class UnderWay: ...
-
-    one = UnderWay()
-    nccl._unfinished, held = {one}, weakref.ref(one)  # type: ignore[arg-type]
-    del one
-    nccl.abandon()()
-    gc.collect()
-    assert said == ["group"] and held() is not None, "a kernel of NCCL may still write into them"
-    stuck.set()
-    while held() is not None:
-        time.sleep(0.01)
-    assert said == ["group", "left", "drained", "drained"]

@@ -1,26 +1,24 @@
-"""The error board: which rank waits in vain, and why, also where two wait for each other; a store that is silent."""
+"""The error board: which rank waits in vain, and why, also where two wait for each other; a store that is silent,
+and how a rank waits for what others do."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from deepspeed_cad import threads
 from deepspeed_cad.ahead import worker as worker_room
-from deepspeed_cad.ahead.gather import Gatherer, Said, Subject, What
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
-from deepspeed_cad.exchange.failure.patience import PatientStore, SilentStoreError
-from deepspeed_cad.exchange.failure.roll_call import RollCall
-from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.failure.patience import LATE_S, LOOK_S, PatientStore, SilentStoreError, wait_until
 
 
 @pytest.mark.parametrize(
@@ -90,13 +88,6 @@ def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_a
         assert "exception that the script caught" in said
 
 
-def test_a_rank_that_stopped_is_the_first_reason() -> None:
-    made = boards(3)
-    made[1].report("out of memory")
-    assert made[0].why_hopeless(5) == "rank 1 stopped: out of memory"
-    assert made[2].why_hopeless(7) == "rank 1 stopped: out of memory", "what it said of itself is no reason"
-
-
 def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "LOOK_S", 0.02)
     made = boards()
@@ -117,33 +108,7 @@ def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 waits for the other ranks' document lengths at the forward number 3" in errors[1]
 
 
-def test_a_meeting_before_an_exchange_ends_as_the_exchange_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "LOOK_S", 0.02)
-    made = boards()
-    made[0].started = lambda: 4
-    with pytest.raises(CADPeerError, match="rank 0 waited for growing: rank 1 waits for the other ranks' doc"):
-        RollCall(dist.HashStore(), 2, Alarm(0, made[0], 30.0)).call("growing")
-
-
 # What this rank knows of itself
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
-    """A loader on a thread of its own may wait while this rank goes on to train."""
-    monkeypatch.setattr(worker_room, "TELL_S", 0.02)
-    worker, told = Worker(), []
-    heard = threading.Event()
-    worker.while_blocked = lambda: (told.append(worker.is_idle), heard.set())
-    if trains:
-        worker.trains_here()
-    assert worker.is_idle
-    assert worker.run(lambda: heard.wait(None if trains else 0.2)) is trains
-    assert bool(told) == trains and not any(told)
-    told.clear()
-    monkeypatch.setattr(worker_room, "TELL_S", 60.0)
-    assert worker.run(lambda: "quick") == "quick" and not told
-    worker.close()
 
 
 def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +120,6 @@ def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.Monke
     assert not worker.is_idle
     may_end.set()
     worker.close()
-
-
-def test_collectives_are_counted_as_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    gatherer, seen = Gatherer(None, 0, 1, None), []
-    monkeypatch.setattr(gatherer, "_all", lambda values, what: (seen.append(gatherer.inside), [values])[1])
-    subjects = [Subject(What.LENGTHS, epoch=1), Subject(What.PLAN)]
-    for subject in subjects:
-        found = gatherer.gather(subject, np.arange(3))
-        assert isinstance(found[0], Said) and gatherer.inside is None
-    assert seen == [(1, subjects[0])] * 2 + [(2, subjects[1])] * 2 and gatherer.begun == 2
-    gatherer._give_up(CADPeerError("ranks are apart"))
-    with pytest.raises(CADPeerError):
-        gatherer.gather(subjects[0])
-    assert gatherer.begun == 2, "nobody met"
 
 
 class Lost:
@@ -224,3 +175,35 @@ def test_a_board_that_does_not_answer_ends_waits() -> None:
     board.report("stopped")
     assert "the host that holds it" in str(board.explain("an exchange", RuntimeError("timed out")))
     lost.alive.set()
+
+
+# Waits
+
+
+@pytest.fixture()
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses take no time; its last element is now."""
+    ticks = [0.0]
+    monkeypatch.setattr(patience.time, "monotonic", lambda: ticks[-1])
+    monkeypatch.setattr(patience.time, "sleep", lambda seconds: ticks.append(ticks[-1] + seconds))
+    return ticks
+
+
+@pytest.mark.parametrize(("there_s", "longest_pause_s"), [(0.0, 0.25), (1e-4, 0.25), (60.0, 0.25), (0.1, 1e-3)])
+def test_nobody_waits_much_longer_than_is_needed(clock: list[float], there_s: float, longest_pause_s: float) -> None:
+    assert wait_until(lambda: clock[-1] >= there_s, math.inf, longest_pause_s=longest_pause_s)
+    assert clock[-1] - there_s <= min(max(there_s / 8, 20e-6), longest_pause_s) + 1e-9
+
+
+def test_it_looks_around_now_and_then_and_says_once_that_it_is_late(clock: list[float]) -> None:
+    looked, late = [0.0], []
+
+    def look_around() -> None:
+        looked.append(clock[-1])
+        if clock[-1] > 2 * LATE_S:
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        wait_until(lambda: False, math.inf, look_around, when_late=late.append)
+    assert all(LOOK_S <= after - before < 2 * LOOK_S for before, after in zip(looked, looked[1:]))
+    assert len(late) == 1 and LATE_S < late[0] < LATE_S + 0.3

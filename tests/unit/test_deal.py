@@ -128,18 +128,6 @@ def test_ranks_with_many_documents_are_even(ranks: int, micro_batches: int, padd
         assert dealt.after < (0.6 if padded else 0.99) * dealt.before
 
 
-def test_a_document_longer_than_any_share_has_its_rank_for_itself() -> None:
-    """The others get what is left, as evenly as it goes; where there are more micro-batches they get more beside it."""
-    step = step_of([[[1000, 30]], [[10, 10]], [[10, 10]], [[10, 20]]])
-    dealt = deal(step, costs_of(step, 0.0), 0.05)
-    assert dealt is not None and dealt.tokens.max() == 1000
-    assert (dealt.pieces.rank == dealt.pieces.rank[0]).sum() == 1
-    assert dealt.tokens.ravel().tolist()[1:] == pytest.approx([100 / 3] * 3, abs=7)
-    step = step_of([[[100, 30], [20, 20, 20]], [[20] * 5, [20]]])
-    dealt = deal(step, costs_of(step, 0.0), 0.05)
-    assert dealt is not None and dealt.tokens[:, 0].tolist() == [100, 100] and dealt.tokens.max(axis=0).sum() <= 160
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("hosts", [None, np.arange(8) // 4])
 def test_documents_are_cut_where_they_are_longer_than_a_share(hosts: np.ndarray | None, micro_batches: int) -> None:
@@ -151,21 +139,6 @@ def test_documents_are_cut_where_they_are_longer_than_a_share(hosts: np.ndarray 
     assert dealt is not None and dealt.after < 0.8 * (dealt.before if whole is None else whole.after)
     check(step, costs, dealt)
     assert hosts is not None or (dealt.tokens.max(axis=0) <= dealt.tokens.mean(axis=0) + 2).all()
-
-
-def test_full_rows_stay() -> None:
-    """Packed rows with equal tokens: no document fits elsewhere, and attention that moves makes them even anyway."""
-    step = step_of([[[100]], [[10] * 10], [[50, 50]]])
-    assert deal(step, costs_of(step), 0.05) is None
-
-
-def test_a_rank_without_documents_keeps_all_where_they_are() -> None:
-    step = step_of([[[100, 50, 20]], [[10]], [[]], [[]]])
-    assert len(step.length) == 4 and deal(step, costs_of(step, 0.0), 0.05) is not None
-    assert (
-        deal(step_of([[[100, 50]], [[10]], [[]], [[]]]), costs_of(step_of([[[100, 50]], [[10]], [[]], [[]]])), 0.05)
-        is None
-    )
 
 
 def test_hosts_are_even_first() -> None:

@@ -24,7 +24,6 @@ from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landed, landing, nccl
-from deepspeed_cad.exchange.copies import dispatch_pushes, far_part, near_part, return_pushes
 from deepspeed_cad.exchange.failure import watchdog
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import PeerGroup
@@ -33,8 +32,7 @@ from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.placement import take
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
-from deepspeed_cad.schedule import KEY, QUERY, SERVER
-from deepspeed_cad.schedule.room import Room
+from deepspeed_cad.schedule.waves import Room
 
 CPU = torch.device("cpu")
 HOSTS = [0, 0, 2, 2], [0, 1, 0, 1], [0, 0, 0, 3], [0, 1, 1, 3, 3], [0, 1], [0, 1, 2], [0, 0], [0, 1, 1, 0, 1, 5]
@@ -45,51 +43,11 @@ def neighbours(near: list[int], rank: int) -> Table:
     return np.flatnonzero(np.array(near) == near[rank])
 
 
-@pytest.mark.parametrize("near", HOSTS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_every_row_goes_one_way_there_and_back(near: list[int], seed: int) -> None:
-    schedules = make_schedules(len(near), seed, (20, 200, 900)[seed % 3])
-    for kind in (QUERY, KEY):
-        served = [np.zeros(int(schedules[0].served_rows[rank, kind]), int) for rank in range(len(near))]
-        landed = [np.zeros(int(schedules[0].landed_rows[rank, kind]), int) for rank in range(len(near))]
-        sent: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
-        taken: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
-        for rank, schedule in enumerate(schedules):
-            members = neighbours(near, rank)
-            part = near_part(schedule, members)
-            for table, at in ((dispatch_pushes(part), served), (return_pushes(part), landed)):
-                for step, peer in enumerate(table.peers):
-                    for of, _, _, row, rows in table.slices[table.begin[step] : table.begin[step + 1]]:
-                        if of == kind:
-                            at[members[peer]][row : row + rows] += 1
-            far = far_part(schedule, members, kind)
-            assert far.packed[:, 2].sum() == len(far.home_index)
-            for (peer, first, rows), (_, back, _) in zip(far.packed, far.landed, strict=True):
-                sent[rank, peer].append((rows, *far.home_index[first : first + rows]))
-                landed[rank][back : back + rows] += 1
-            for peer, first, rows in far.served:
-                taken[peer, rank].append((rows, first))
-                served[rank][first : first + rows] += 1
-            assert not set(far.packed[:, 0]) & set(members) and not set(far.served[:, 0]) & set(members)
-        assert all((rows == 1).all() for rows in (*served, *landed)), "a row that nobody or that two bring"
-        assert sent.keys() == taken.keys()
-        for pair, runs in sent.items():
-            assert [m[0] for m in runs] == [m[0] for m in taken[pair]], "both ends cut the same messages"
-            home = schedules[pair[0]]
-            table = home.sends[home.sends[:, SERVER] == pair[1]]
-            expected = dict(zip(home.server_index(table, kind), home.home_index(table, kind), strict=True))
-            for (rows, *index), (_, first) in zip(runs, taken[pair], strict=True):
-                assert [expected[row] for row in range(first, first + rows)] == index
-
-
 def at_address(address: int, width: int) -> Any:
-    """A tensor with rows of so many bytes."""
     return SimpleNamespace(data_ptr=lambda: address, shape=(0, width), element_size=lambda: 1)
 
 
 class Stream:
-    """Everything is over at once."""
-
     cuda_stream = 0
 
     def wait_stream(self, other: Stream) -> None: ...
@@ -142,8 +100,6 @@ class Network:
 
 @dataclass
 class Messages:
-    """Stands in for NcclCalls."""
-
     network: Network
     rank: int
     left: bool = False
@@ -291,20 +247,6 @@ def test_memory_is_as_large_on_all_hosts(network: Network) -> None:
     for schedule, transport in zip(make_schedules(4, 5, 900), transports, strict=True):  # seed 5 serves all on rank 1
         transport.make_room([schedule], Room(0, (4 << 10, 192), (516, 192)), 0)
     assert len({transport.landing_bytes for transport in transports}) == 1 and transports[2].landing_bytes > 1 << 24
-
-
-def test_what_comes_back_has_a_communicator_of_its_own(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    transports = [landing_transport(rank, 2, near=[0, 1]) for rank in range(2)]
-    both = [Round(make_schedules(2, 1, 300), rank, 0, 0, CPU) for rank in range(2)]
-    for phase, way in (("start", "out"), ("serve", "back")):
-        for one, transport in zip(both, transports):
-            other = transport.strangers.messages.back if way == "out" else transport.strangers.messages.out
-            with monkeypatch.context() as patch:
-                patch.setattr(other, "calls", None)
-                getattr(one, phase)(transport)
-        network.deliver()
-    one_host = nccl.TwoWays(group(0, 2), CPU, Alarm(0, None, 1.0), apart=False)
-    assert one_host.out is one_host.back
 
 
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_ranks import DIM, HEADS, Ranks
+from attention_ranks import CPU, DIM, GROUPS, HEADS, Ranks
 
-from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
 from deepspeed_cad.attention.forward import Kept
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.constants import IN_PLACE
-from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, build_slices, schedule_rank
+from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, Batch, Schedule, build_slices, schedule_rank
 
 LONG = Layout.from_stream([300], 3, 100)
 """One document over three ranks."""
@@ -72,3 +72,46 @@ def test_own_rows_in_place_are_exact_and_kept_once(waves: int, window: int | Non
     assert [sum(len(served.o_RGV) for served in one.served) for one in kept] == [0, 100, 0]
     ranks.backward(outputs)
     assert max(ranks.errors(outputs).values()) < 1e-12
+
+
+# Which batches of a schedule run when
+
+
+def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
+    return [(one.q_rows, one.group_begin, one.group_end) for one in batches]
+
+
+def schedule_of(lengths: list[list[int]], tasks: list[tuple[int, ...]], rank: int = 0) -> Schedule:
+    tick = Layout.from_rank_lengths(lengths).tick()
+    return schedule_rank(tick, build_slices(tick, np.array(tasks)), rank, GROUPS)
+
+
+def pieces(schedule: DeviceSchedule) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    early, late = schedule.local
+    return shares(tuple(b for b, _ in early)), shares(tuple(b for b, _ in late))
+
+
+@pytest.mark.parametrize(
+    "tasks, one, two",
+    [
+        # Whole: one batch that writes every row of O needs no copy, so it is not cut.
+        ([(0, 0, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)], ([(8, 0, 3)], []), ([(8, 0, 3)], [])),
+        # One head group runs elsewhere: cut on one stream, dealt out on two.
+        ([(0, 0, 8, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)], ([(8, 0, 1)], [(8, 1, 2)]), ([(8, 0, 2)], [])),
+        (
+            [(0, 0, 8, 0, 1, 0), (0, 0, 8, 1, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
+            ([(8, 0, 1)], [(8, 1, 2)]),
+            ([(8, 0, 1)], [(8, 1, 2)]),
+        ),
+        # Both read keys 0 to 3 of the same head groups: on two streams they would add to the same dK at once.
+        (
+            [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 2, 0), (0, 4, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
+            ([(4, 0, 2)], [(4, 0, 3)]),
+            ([(4, 0, 2), (4, 0, 3)], []),
+        ),
+    ],
+)
+def test_early_and_late(tasks: list[tuple[int, ...]], one: tuple, two: tuple) -> None:
+    schedule = schedule_of([[8], [4]], tasks)
+    for two_streams, expected in ((False, one), (True, two)):
+        assert pieces(upload_schedule(schedule, CPU, two_streams)) == expected

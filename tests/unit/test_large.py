@@ -70,14 +70,6 @@ def batches(rows: list[list[int]], tasks: list[tuple[int, ...]]) -> list:
     return [(batch.q_row, batch.cu_q.tolist(), batch.k_row, batch.cu_k.tolist()) for batch in schedule.local]
 
 
-def test_batches_end_where_kernels_can_count_no_further() -> None:
-    tasks = [(0, 0, LONG, 0, GROUPS, 0), (1, 0, 7, 0, GROUPS, 0), (2, 0, LONG, 0, GROUPS, 0), (3, 0, 8, 0, GROUPS, 1)]
-    assert batches([[LONG, 7, LONG], [8]], tasks) == [
-        (0, [0, LONG, LONG + 7], 0, [0, LONG, LONG + 7]),
-        (LONG + 7, [0, LONG], LONG + 7, [0, LONG]),
-    ]
-
-
 def test_a_document_of_more_rows_is_refused() -> None:
     with pytest.raises(CADError, match="has 2147483648 rows on one rank, and kernels count them in 32 bits"):
         batches([[2**31], [8]], [(0, 0, 2**31, 0, GROUPS, 0), (1, 0, 8, 0, GROUPS, 1)])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.layout import Layout, LocalSegments, assemble, segments_from_cumulative, segments_from_positions
-from deepspeed_cad.planner.cut import choose_cut
 
 lengths = st.lists(st.integers(1, 40), max_size=12)
 
@@ -88,17 +87,6 @@ def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int,
             assert 0 <= row < tick.key_tokens[rank]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(lengths, min_size=2, max_size=5))
-def test_the_chosen_cut_is_allowed(ranks: list[list[int]]) -> None:
-    layout = Layout.from_rank_lengths(ranks)
-    at = choose_cut(layout, np.ones(len(ranks), np.int64))
-    if at is not None:
-        assert layout.can_cut(at)
-        assert ((at >= 0) & (at <= layout.tokens)).all()
-    assert choose_cut(Layout.from_stream([400], 4, 100), np.ones(4, np.int64)) is None
-
-
 # Layout, by example: the tables themselves, and what is refused, with the place that the error names.
 
 
@@ -117,15 +105,6 @@ def test_ranks_are_joined_into_documents() -> None:
         CADDataError, match=r"rank 2: its first document starts at position 4, but .* rank 1, ended at 3"
     ):
         assemble([LocalSegments.none(1), LocalSegments([0], [3], [0], 3), LocalSegments([4], [6], [0], 2)])
-
-
-def test_pieces_are_joined_into_documents() -> None:
-    """A document in zigzag over three ranks, and one of its own at each end."""
-    layout = assemble([segments_from_positions(own) for own in [[0, 1, 0, 1, 8, 9], [2, 3, 6, 7], [4, 5, 0]]])
-    assert layout.segments.to_array().tolist() == [
-        [0, 0, 2, 0, 0], [1, 0, 2, 0, 2], [1, 8, 10, 0, 4], [1, 2, 4, 1, 0], [1, 6, 8, 1, 2], [1, 4, 6, 2, 0],
-        [2, 0, 1, 2, 2],
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

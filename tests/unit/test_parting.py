@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ start_daemon("opens a group", rendezvous, None)
 time.sleep(0.3)
 print("last words", end="")
 """
-TERMINATE = "ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev"
 
 
 def _run(ending: str) -> subprocess.CompletedProcess[str]:
@@ -44,14 +42,3 @@ def test_a_thread_in_a_rendezvous_changes_neither_code_nor_words(ending: str, co
     done = _run(ending)
     assert (done.returncode, done.stdout) == (code, "last words"), done.stderr
     assert "terminate" not in done.stderr and ("no more data" in done.stderr) == (code == 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("thread", ["main", "another"])
-def test_what_terminates_for_another_reason_still_aborts(thread: str) -> None:
-    """The main thread while the interpreter goes down, and any thread before that."""
-    ending = {
-        "main": f"EndsSlowly.__del__ = lambda self, end={TERMINATE}: end()",
-        "another": f"import atexit; atexit._run_exitfuncs(); threading.Thread(target={TERMINATE}).start()",
-    }
-    assert _run(ending[thread]).returncode == -signal.SIGABRT

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_planner import SHAPE
 
-from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.cost import CostModel
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, finish, make_plan
-from deepspeed_cad.planner.constants import UNBOUNDED
-from deepspeed_cad.planner.core import Aim, link_weights, solve
 from deepspeed_cad.planner.finish import begin_in_place, common_finish, finish_times
 from deepspeed_cad.planner.plan import Flows, Plan
 
@@ -98,47 +93,6 @@ def test_waves_overlap(waves: int, parts: float, expected: list[float]) -> None:
     assert times([0.0, 8.0], moved, [0, 1], waves=waves) == expected
 
 
-@pytest.mark.usefixtures("half_is_forward")
-def test_the_number_of_waves_that_ends_first() -> None:
-    moved, zero = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1]), np.zeros(2)
-    problem = PlanInput(
-        Layout.from_rank_lengths([[1]] * 2).tick(), SHAPE, LINKS, hosts=np.array([0, 1]), waves=(1, 2, 4)
-    )
-
-    def best(work: list[float], moved: Flows, asked: PlanInput) -> int:
-        found, waves = finish.finish_best(asked, np.array(work), moved)
-        assert found.tolist() == finish_times(asked, np.array(work), moved, waves).tolist()
-        return waves
-
-    assert best([0.0, 8.0], moved, problem) == 4
-    assert best([200.0, 200.0], moved, problem) == 1, "own work hides everything"
-    # One wave more costs two passes 0.3 ms, and saves at most a part of what a byte takes here.
-    seconds = dataclasses.replace(LINKS, unit="seconds", byte_between=1e-4, byte_inside=1e-5)
-    assert best([0.0, 1e-4], moved, dataclasses.replace(problem, cost=seconds)) == 1
-    assert best([0.0, 8.0], moved, dataclasses.replace(problem, waves=(3,))) == 3
-    nothing = Flows(moved.bytes * 0, zero, np.zeros((0, 3), np.int64), zero, moved.served)
-    assert best([0.0, 8.0], nothing, dataclasses.replace(problem, waves=(3,))) == 1
-
-
-def test_without_figures_for_links_they_take_no_time() -> None:
-    moved = flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 0])
-    tick, ones = Layout.from_rank_lengths([[1]] * 2).tick(), np.ones(2)
-    problem = PlanInput(tick, SHAPE, CostModel(), base_load=ones, speed=ones * 2)
-    assert finish_times(problem, np.array([40.0, 30.0]), moved).tolist() == [21.0, 16.0]
-
-
-def test_work_that_waits() -> None:
-    """Rows of others, and all rows of a document's head group where some of them read keys of others."""
-    tick = Layout.from_stream([64, 32], 3, 32).tick()
-    problem = PlanInput(tick, SHAPE, LINKS)
-    first, second = float(LINKS.of(0, 32)), float(LINKS.of(32, 64))
-    at_home = solve(problem, Aim(UNBOUNDED)).flows
-    assert at_home.waiting.tolist() == [0.0, 4 * second, 0.0] and at_home.pairs.tolist() == [[0, 1, 0]]
-    alone = solve(dataclasses.replace(problem, speed=np.array([1.0, 0.0, 0.0])), Aim(problem.tolerance)).flows
-    assert alone.waiting.tolist() == [4 * (first + second + first), 0.0, 0.0]
-    assert alone.pairs.tolist() == [[1, 0, 1], [2, 0, 1]] and alone.parts.tolist() == [8.0, 0.0, 0.0]
-
-
 BASE, SPEED = np.array([0.0, 6.0, 100.0, 1.0]), np.array([1.0, 2.0, 1.0, 0.0])
 
 
@@ -146,31 +100,6 @@ BASE, SPEED = np.array([0.0, 6.0, 100.0, 1.0]), np.array([1.0, 2.0, 1.0, 0.0])
 def test_all_ranks_stop_together(work: float, end: float) -> None:
     """10 of rank 0, from 6 on twice as much of rank 1; rank 2 begins too late, and rank 3 runs nothing."""
     assert common_finish(np.array([work]), BASE, SPEED) == pytest.approx([end])
-
-
-def test_groups_of_ranks_stop_each_by_itself() -> None:
-    found = common_finish(np.array([18.0, 7.0, 3.0]), BASE, SPEED, np.array([0, 0, 1, 2]))
-    assert found == pytest.approx([10.0, 107.0, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("nodes", "cost", "weights"),
-    [
-        (None, CostModel(byte_inside=1.0, byte_between=5.0), (1.0, 1.0)),
-        (4, CostModel(byte_inside=1.0, byte_between=5.0), (1.0, 1.0)),
-        (5, PAIRS, (1.0, 1.0)),
-        (2, PAIRS, (1.0, 8.0)),
-        (2, CostModel(byte_inside=2.0, byte_between=5.0), (1.0, 2.5)),
-        (2, CostModel(byte_inside=5.0, byte_between=2.0), (1.0, 1.0)),
-        (2, CostModel(byte_inside=2.0, byte_between=2.0), (1.0, 1.0)),
-        (2, CostModel(byte_inside=2.0), (1.0, 8.0)),
-        (2, CostModel(byte_between=2.0), (1.0, 1.0)),
-    ],
-)
-def test_weights_of_links(nodes: int | None, cost: CostModel, weights: tuple[float, float]) -> None:
-    tick = Layout.from_rank_lengths([[1]] * 4).tick()
-    problem = PlanInput(tick, SHAPE, cost, hosts=None if nodes is None else np.arange(4) // nodes)
-    assert link_weights(problem) == weights
 
 
 # When ranks begin: whole layers end together, by a clock that knows when keys and queries arrive
@@ -223,37 +152,8 @@ def test_whole_layers_end_together_where_attention_fills_the_difference(lengths:
     assert end.max() <= 1.001 * ends(layout, planned(layout, seconds, knows=False), seconds).max()
 
 
-def test_a_rank_with_nothing_of_its_own_is_not_counted_on_before_others_arrive() -> None:
-    """Rank 1 is idle until rank 0 comes: from there on both attend, and neither is late."""
-    layout = Layout.from_rank_lengths([[8192], []])
-    seconds = np.full(2, 1e-4)
-    starts = begin_in_place(seconds, layout.tick(), COST, HEADS.groups, None)
-    assert starts is None, "both begin when rank 0 does"
-    end = ends(layout, planned(layout, seconds), seconds)
-    assert end[0] == pytest.approx(end[1], rel=0.02)
-
-
 def test_rows_that_read_keys_of_a_late_rank_fill_no_time() -> None:
     tick = Layout.from_stream([16384], 2, 8192).tick()
     assert begin_in_place(np.array([2e-6, 1e-6]), tick, COST, HEADS.groups, None) is None
     starts = begin_in_place(np.array([1e-6, 2e-6]), tick, COST, HEADS.groups, None)
     assert starts is not None and starts == pytest.approx([0.0, 8192e-6]), "earlier rows read no later ones"
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    lengths=st.lists(st.lists(st.integers(1024, 12000), max_size=5), min_size=2, max_size=5),
-    share=st.floats(0.05, 4.0),
-    slow=st.floats(1.0, 1.5),
-)
-def test_it_never_ends_later_than_without(lengths: list[list[int]], share: float, slow: float) -> None:
-    layout = Layout.from_rank_lengths(lengths)
-    if not layout.tokens.any():
-        return
-    seconds = np.full(layout.ranks, share * attention(layout).mean() / layout.tokens.max())
-    seconds[0] *= slow
-    clock = partial(ends, layout, seconds=seconds)
-    knows, without = clock(plan=planned(layout, seconds)).max(), clock(plan=planned(layout, seconds, False)).max()
-    longest = max(length for own in lengths for length in own)
-    block = float(COST.of(np.array([longest - 32]), np.array([longest])).sum())
-    assert knows <= 1.03 * without + block

@@ -1,4 +1,4 @@
-"""The question as a JSON file, field by field; how documents are packed."""
+"""The question as a JSON file, field by field."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_cad.cost import PAIRS, CostModel
+from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast.packing import pack
-from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.planner import HeadShape, PlanInput
-from deepspeed_cad.planner.question import KEYS, read_question, with_links
+from deepspeed_cad.planner.question import KEYS, read_question
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
 STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
@@ -57,10 +55,8 @@ def test_documents_in_a_stream() -> None:
         ({"servers": "all"}, 3, None),
         ({"servers": [0, 2]}, 3, [1.0, 0.0, 1.0]),
         ({"servers": [0, 2], "speeds": [3, 2, 1]}, 3, [3.0, 0.0, 1.0]),
-        ({"servers": 0}, 3, None),
         ({"servers": 2}, 5, None),
         ({"servers": 2, "speeds": [3, 2, 1]}, 5, [3.0, 2.0, 1.0, 1.0, 1.0]),
-        ({"servers": 2, "speeds": [3, 2, 1, 0, 5]}, 5, [3.0, 2.0, 1.0, 0.0, 5.0]),
     ],
 )
 def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) -> None:
@@ -77,21 +73,15 @@ def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) 
         (STREAM | {"ranks": [[1]]}, "both given"),
         (HEADS, "neither documents"),
         (HEADS | {"ranks": [[1], [2, -1]]}, r"ranks\[1\]\[1\] is -1"),
-        (STREAM | {"documents": [5, 1 << 31]}, r"documents\[1\] is 2147483648"),
         (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
-        (STREAM | {"ranks": 0}, "ranks is 0; expected a whole number of at least 1"),
         (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
         (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
-        (LISTS | {"ranks_per_node": [2, 0, 1]}, r"ranks_per_node\[1\] is 0; expected above 0 \("),
         (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
         (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 values, each a whole number"),
         (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
-        (LISTS | {"links": {}}, r"links is \{\}"),
         (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
         (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
         (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
-        (LISTS | {"speeds": [1, 2]}, r"speeds is \[1, 2\]; expected a list of 3 values, each a number"),
-        (LISTS | {"servers": 2, "speeds": [1, 2, 3, 4]}, r"speeds is \[1, 2, 3, 4\]; expected a list of 5"),
         (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True; expected a number \(relative speed"),
         (LISTS | {"base_load": [1, -2, 1]}, "base_load of rank 1 is -2.0; it must be a number of at least 0"),
         (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
@@ -107,7 +97,6 @@ def test_what_is_refused(fields: Any, words: str) -> None:
     ("fields", "expected"),
     [
         ({"hosts": [7, -1, 7]}, [7, -1, 7]),
-        ({"ranks_per_node": [1, 2]}, [0, 1, 1]),
         ({"ranks_per_node": 2, "servers": 2}, [0, 0, 1, 1, 2]),
         ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
     ],
@@ -117,14 +106,6 @@ def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
     assert hosts is not None and hosts.tolist() == expected
 
 
-def test_links_are_speeds_for_each_byte_there_and_back() -> None:
-    measured = CostModel("x", "seconds", byte_inside=1.0, byte_between=2.0)
-    assert with_links(measured, None, None) == measured and with_links(PAIRS, None, None) == PAIRS
-    found = with_links(measured, 4.0, None)
-    assert (found.byte_inside, found.byte_between) == (pytest.approx(0.5e-9), 2.0)
-    assert with_links(measured, None, 8.0).byte_between == pytest.approx(0.25e-9)
-
-
 def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read_question(LISTS | {"comment": "from the cluster"})
@@ -132,42 +113,3 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     caplog.clear()
     read_question(LISTS)
     assert not caplog.text
-
-
-# Documents
-
-MODEL = ModelShape(layers=2, hidden=8, intermediate=16, vocabulary=32, heads=4, kv_heads=2, head_dim=3)
-
-
-def test_floating_point_work_of_a_token_and_of_a_pair() -> None:
-    attention = 8 * 3 * (4 + 2 + 2 + 4)
-    assert MODEL.flops(0) == 2 * (2 * (attention + 3 * 8 * 16) + 8 * 32)
-    assert MODEL.flops(1) - MODEL.flops(0) == 4 * 2 * 4 * 3
-    # The default is Llama 3 8B: 8 billion parameters, but the embedding, which is looked up.
-    assert 2 * 7.4e9 < ModelShape().flops(0) < 2 * 7.6e9
-
-
-@pytest.mark.parametrize(
-    ("lengths", "spanning", "steps"),
-    [
-        (
-            [5, 3, 20, 4, 1, 7],
-            True,
-            [
-                [[0, 0, 5, 0, 0], [1, 0, 3, 0, 5], [2, 0, 2, 0, 8], [2, 2, 12, 1, 0]],
-                [[0, 0, 8, 0, 0], [1, 0, 2, 0, 8], [1, 2, 4, 1, 0], [2, 0, 1, 1, 2], [3, 0, 7, 1, 3]],
-            ],
-        ),
-        (
-            [5, 5, 10, 25],
-            False,
-            [[[0, 0, 5, 0, 0], [1, 0, 5, 0, 5], [2, 0, 10, 1, 0]], [[0, 0, 10, 0, 0], [1, 0, 10, 1, 0]]],
-        ),
-        ([4, 7, 3, 10], False, [[[0, 0, 4, 0, 0], [1, 0, 7, 1, 0], [2, 0, 3, 1, 7]]]),
-        ([20], True, [[[0, 0, 10, 0, 0], [0, 10, 20, 1, 0]]]),
-        ([19], True, []),
-    ],
-)
-def test_packing(lengths: list[int], spanning: bool, steps: list) -> None:
-    found = [layout.segments.to_array().tolist() for layout in pack(lengths, 2, 10, spanning)]
-    assert found == steps

@@ -11,15 +11,26 @@ import torch
 
 from deepspeed_cad.attention.layer import whole_rank_tasks
 from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_of_layers, rows_of_ticks
-from deepspeed_cad.errors import CADError, CADPeerError
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, MemoryLimit
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.profile import SHIPPED
-from deepspeed_cad.schedule.room import BACK, HEADROOM, Room, lane_bytes, room_needed, with_headroom
-from deepspeed_cad.schedule.waves import LONGER, Cut, slice_waves, split_tasks, stretch, waves_within
+from deepspeed_cad.schedule import build_slices
+from deepspeed_cad.schedule.waves import (
+    BACK,
+    HEADROOM,
+    LONGER,
+    Cut,
+    Room,
+    room_needed,
+    split_tasks,
+    stretch,
+    waves_within,
+    with_headroom,
+)
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
@@ -27,7 +38,7 @@ LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
 
 
 def needed(tasks: np.ndarray, cut: Cut, room: Room, layout: Layout = LONG) -> float:
-    parts = slice_waves(layout.tick(), tasks, None, cut)
+    parts = [build_slices(layout.tick(), part) for part in split_tasks(layout.tick(), tasks, None, cut)]
     return room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])[0]
 
 
@@ -40,15 +51,6 @@ def tasks() -> np.ndarray:
         (786432, 1048576, 0, 4, 3), (883456, 1048576, 4, 5, 3),
     ]  # fmt: skip
     return np.array([(0, *row) for row in rows], np.int64)
-
-
-def test_places_are_as_large_as_the_largest_wave_that_has_them() -> None:
-    rows = [np.array([[wave, 0], [0, 2 * wave]]) for wave in (1, 2, 3, 5)]
-    assert [lane.tolist() for lane in lane_bytes(rows, (10, 100), 3)] == [[50, 1000], [20, 400], [30, 600]]
-    room = Room(0, (10, 100), (1, 1))
-    size, rank = room_needed(room, [(one, one) for one in rows])
-    assert size == 600 + 1000 + 10 + 4 + 6 and rank == 1
-    assert room_needed(room, [(np.zeros((0, 2), int), np.zeros((0, 2), int))]) == (0, 0)
 
 
 def test_headroom_is_what_the_limit_leaves() -> None:
@@ -96,23 +98,6 @@ def test_ranks_hardly_hold_each_other_up(tasks: np.ndarray) -> None:
     assert longer(Cut()) == 1 and longer(Cut(8)) > 1.15 and needed(tasks, Cut(8), room) < room.limit
     found = waves_within(tick, tasks, 1, 8, None, Cut(), room).cut
     assert longer(found) <= LONGER and needed(tasks, found, room) <= room.limit
-
-
-def test_behind_a_wave_ranks_wait_for_what_the_one_before_brings_back() -> None:
-    """Rank 0 has six equal tasks of its own around five waves, of which rank 1 serves one, for as long as four last."""
-    tick = Layout.from_rank_lengths([[4] * 6, [4, 4, 4, 4, 4]]).tick()
-    own = [(document, 0, 4, 0, 1, 0) for document in range(6)]
-    served = [(document, 0, 4, 0, 1, 1) for document in range(4)]
-    nothing = np.zeros((0, 6), np.int64)
-
-    def longer(wave: int) -> float:
-        return stretch(
-            tick, [np.array(own), *(np.array(served) if wave == one else nothing for one in range(1, 5))], None
-        )
-
-    # The second wave is back after 40, behind which the last starts: rank 0 has waited since 30, with 30 left to do.
-    assert longer(1) == 70 / 60
-    assert longer(3) == 1, "behind the fourth none starts, so nobody waits before all own tasks are done"
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
@@ -185,16 +170,6 @@ def test_a_tick_that_moves_nothing_is_not_tried_for_ever() -> None:
     with pytest.raises(CADError, match="rank 2: 7 MiB were wanted, 3 are free. Nothing is exchanged in this tick"):
         memory.make_room(transport, schedules, SHAPE, 0, lambda: schedules)  # type: ignore[arg-type]
     assert transport.asked == [0.0], "tried again though nothing can be smaller"
-
-
-def test_a_server_that_died_meanwhile_is_not_a_lack_of_memory(tasks: np.ndarray) -> None:
-    memory = ExchangeMemory(100 * 2**30, "a test")
-
-    def again() -> Any:
-        raise CADPeerError("server 2 has died")
-
-    with pytest.raises(CADPeerError, match="^server 2 has died$"):
-        memory.make_room(Landing(0), cut_again(memory, tasks)(), SHAPE, 0, again)  # type: ignore[arg-type]
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, peak: int = 0) -> None:

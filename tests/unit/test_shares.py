@@ -21,12 +21,10 @@ from deepspeed_cad.shares import Replica, Shares, replica_in, replica_of_groups,
 
 
 def mesh(shape: tuple[int, ...], *names: str) -> Any:
-    """A DeviceMesh of ranks in their order."""
     return SimpleNamespace(mesh=np.arange(np.prod(shape)).reshape(shape), mesh_dim_names=names or None)
 
 
 def of_mesh(grid: Any) -> list[Replica]:
-    """What every rank says."""
     ranks = grid.mesh.size
     return [replica_of_mesh(grid, rank, ranks) for rank in range(ranks)]
 

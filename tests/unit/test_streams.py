@@ -7,8 +7,6 @@ must be waited for by that stream before the memory goes.
 from __future__ import annotations
 
 import gc
-import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -20,23 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.attention.call import AttentionCall, Unused
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
-from deepspeed_cad.errors import CADError
-from deepspeed_cad.exchange.failure.identity import Identity
-from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.nccl import NcclTransport, Parcel
-from deepspeed_cad.exchange.packed import PackedTransport
-from deepspeed_cad.exchange.placement import rows_of_kinds
-from deepspeed_cad.exchange.transport import Outgoing, Returning
-from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.schedule import QUERY, build_slices, schedule_rank
 from deepspeed_cad.schedule.waves import Cut, schedule_waves
 
 CPU = torch.device("cpu")
@@ -86,7 +75,6 @@ class Event:
 
 @pytest.fixture()
 def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The current stream."""
     main = Stream()
     stack = [main]
 
@@ -141,8 +129,6 @@ class NothingMoves:
 
 
 class Working(TorchMath):
-    """Every batch is work of the stream that it runs on."""
-
     def __init__(self) -> None:
         self.streams: list[Any] = []
 
@@ -197,98 +183,12 @@ def test_waves_do_not_hold_own_batches_up(main: Stream) -> None:
     assert main.is_after(aside) and aside.is_after(main)
 
 
-def test_idle_time_between_waves_counts_once_own_tasks_are_done() -> None:
-    """Own tasks end at 5 ms. Waves arrive at 2, 7 and 12, each is served for 3, results are back at 17."""
-
-    def at(ms: int) -> Any:
-        event = Event(enable_timing=True)
-        event.clock, event.recorded = Counter({0: ms}), True
-        return event
-
-    waits = Waits()
-    waits.beside(at(5), [(None, at(2)), (at(5), at(7)), (at(10), at(12))], at(15), at(17))
-    assert waits.seconds() == pytest.approx(0.006), "5 to 7, 10 to 12, 15 to 17"
-    waits.beside(at(9), [(None, at(2)), (at(5), at(7)), (at(8), at(12))], at(15), at(17))
-    assert waits.seconds() == pytest.approx(0.006 + 0.005), "9 to 12, 15 to 17"
-
-
 def test_an_error_beside_leaves_the_streams_in_order(main: Stream) -> None:
     aside = Stream()
     call, inputs = make_call(aside, NothingMoves(fails=True))
     with pytest.raises(RuntimeError, match="out of memory"):
         call(*inputs)
     assert aside.clock[id(aside)] and main.is_after(aside)
-
-
-def test_nccl_frees_what_arrived_once_the_other_stream_has_read_it(main: Stream) -> None:
-    tick = Layout.from_rank_lengths([[8], [8]]).tick()
-    tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 1]])
-    schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
-    transport = NcclTransport.__new__(NcclTransport)
-    transport.device, transport.alarm = CPU, Alarm(1, None, 1.0)
-    transport._watchdog = SimpleNamespace(track=lambda *_: None)  # type: ignore[assignment]
-    kinds = rows_of_kinds(schedule, CPU)
-    parcel = Parcel(
-        Identity(1, 0), [], [torch.ones(8, 3)], main, Stream(), Event()  # type: ignore[arg-type]
-    )  # fmt: skip
-    fields = [Outgoing(QUERY, torch.zeros(8, 1, 3))]
-    aside = Stream()
-    with torch.cuda.stream(aside):  # type: ignore[arg-type]
-        aside.work()
-        arrived = transport._arrange(schedule, fields, kinds, parcel)
-        assert torch.equal(arrived[0], torch.ones(8, 3))
-    assert main.is_after(aside)
-
-
-@pytest.mark.parametrize("falls", ["while it starts", "before it is waited for"])
-@pytest.mark.parametrize("back", [False, True])
-def test_nccl_keeps_what_it_reads_and_writes_where_an_error_falls(
-    main: Stream, monkeypatch: pytest.MonkeyPatch, falls: str, back: bool
-) -> None:
-    """Whatever thread lets go of it: the allocator is told of the stream of messages."""
-    tick = Layout.from_rank_lengths([[8], [8]]).tick()
-    tasks = np.array([[0, 0, 8, 0, 1, 1], [1, 0, 8, 0, 1, 0]])
-    schedule = schedule_rank(tick, build_slices(tick, tasks), 1, 1)
-    asked: dict[int, list[Any]] = {}
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda x, stream: asked.setdefault(x.data_ptr(), []).append(stream)
-    )
-    gc.collect()  # what other tests left
-    asked.clear()
-    tables: list[np.ndarray] = []
-
-    def exchange(identity: Identity, messages: np.ndarray, *_: Any) -> Event:
-        tables.append(messages)
-        if falls == "while it starts":
-            raise CADError("a call of NCCL failed")
-        return Event()
-
-    way = SimpleNamespace(stream=Stream(), exchange=exchange)
-    transport = NcclTransport.__new__(NcclTransport)
-    PackedTransport.__init__(transport, None, CPU, Alarm(1, None, 1.0))  # type: ignore[arg-type]
-    transport._comparison, transport._watchdog = SimpleNamespace(newest=0), None  # type: ignore[assignment]
-    transport.messages = SimpleNamespace(out=way, back=way)  # type: ignore[assignment]
-
-    def start() -> Any:
-        if back:
-            home = torch.zeros(8, 1, 3)
-            return transport.give_back(schedule, [Returning(QUERY, torch.zeros(8, 3), home)], 0)
-        return transport.dispatch(schedule, [Outgoing(QUERY, torch.zeros(8, 1, 3))], 0)
-
-    under_way = []
-    if falls == "while it starts":
-        with pytest.raises(CADError):
-            start()
-    else:
-        under_way.append(start())
-        assert not asked
-    collector = threading.Thread(target=lambda: (under_way.clear(), gc.collect()))
-    collector.start()
-    collector.join()
-    sent, received = (tables[0][tables[0][:, 0] == one, 2].tolist() for one in (1, 0))
-    assert len(sent) == len(received) == 1, "rows go out and come in"
-    assert set(asked) == {*sent, *received}
-    assert all(stream is way.stream for streams in asked.values() for stream in streams)
 
 
 def test_a_pass_that_nobody_finishes_leaves_the_streams_in_order(main: Stream) -> None:
@@ -304,26 +204,3 @@ def test_a_pass_that_nobody_finishes_leaves_the_streams_in_order(main: Stream) -
         call.state = Unused()
         gc.collect()
     assert written() is None and order == [True], "freed before the training stream waits"
-
-
-def test_threads_ask_about_events_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    worker = Worker(torch.device("cuda", 3))
-    assert worker.submit(lambda: 1).result(10) == 1
-    worker.close()
-    assert chosen == [torch.device("cuda", 3)]
-
-
-def test_a_waiting_worker_holds_no_result() -> None:
-    class Result: ...
-
-    worker = Worker()
-    try:
-        future = worker.submit(Result)
-        result = weakref.ref(future.result(10))
-        del future
-        while result() is not None:
-            time.sleep(0.001)
-    finally:
-        worker.close()

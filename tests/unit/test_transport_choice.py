@@ -125,16 +125,6 @@ def test_names_that_do_not_fit_the_hosts_are_refused(
         choose(name, Job(hosts))
 
 
-def test_a_gpu_out_of_reach_is_named(gpus: pytest.MonkeyPatch) -> None:
-    gpus.setattr(probing, "peer_reach", lambda device: [0])
-
-    def agree(value: int) -> list[int]:
-        return [0, 1] if value == 0 else [value, value]  # the answer to: which GPU is yours, and to: are all reached
-
-    with pytest.raises(CADUnsupportedError, match="GPU 0 cannot reach the memory of GPU 1"):
-        choose_transport("nvlink", None, GPU, agree)  # type: ignore[arg-type]
-
-
 def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no symmetric memory\nlong text")

@@ -13,7 +13,7 @@ from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, build_slices
-from deepspeed_cad.schedule.waves import Cut, slice_waves, split_tasks
+from deepspeed_cad.schedule.waves import Cut, split_tasks
 
 SINKS = torch.linspace(-1, 2, HEADS)
 EXACT = ("two", "odd", "hundreds", "a rank with no tokens", "documents over borders", "a tail of padding")
@@ -54,18 +54,6 @@ def test_waves_are_the_plan_in_parts(name: str, waves: int, window: int | None) 
         assert sum(one.served_rows[:, kind].sum() for one in slices) == whole.served_rows[:, kind].sum()
 
 
-def test_shares_of_about_equal_work() -> None:
-    """Two servers, 8 head groups of one document and 4 of another: each has a quarter in each of four waves."""
-    tick = Layout.from_rank_lengths([[512], [300], [1]]).tick()
-    tasks = np.array([(0, 0, 512, 0, 8, 2), (1, 0, 300, 0, 4, 0), (1, 0, 300, 4, 8, 1), (2, 0, 1, 0, 8, 2)])
-    for part in split_tasks(tick, tasks, None, Cut(4)):
-        served = part[(part[:, 0] != 2) & (part[:, 5] != 1)]
-        assert {int(s): int(n) for s, n in zip(served[:, 5], served[:, 4] - served[:, 3])} == {2: 2, 0: 1}
-    # As many waves as head groups, and fewer of these than waves: the rest is empty.
-    few = split_tasks(tick, np.array([(0, 0, 512, 0, 2, 2)]), None, Cut(4))
-    assert sorted(len(part) for part in few) == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(
     "window, sinks, travel, cut, recompute",
     [
@@ -90,22 +78,11 @@ def test_attention_in_waves_is_exact(
         assert transport.exchanges == 4 * waves * len(ranks.ticks)
 
 
-@pytest.mark.parametrize("window, blocks", [(None, 2), (None, 8), (19, 4)])
-@pytest.mark.parametrize("name", ["two", "odd", "documents over borders"])
-def test_blocks_of_rows_are_the_plan_in_smaller_parts(name: str, window: int | None, blocks: int) -> None:
-    tick = cases.layouts()[name].tick()
-    tasks = cases.random_tasks(tick, GROUPS, np.random.default_rng(blocks))
-    whole, parts = (split_tasks(tick, tasks, window, Cut(8, count, 2)) for count in (0, blocks))
-    assert len(parts) == 8
-    each = [cells(part) for part in parts]
-    assert set.union(*each) == cells(tasks) and sum(map(len, each)) == len(cells(tasks))
-
-
 def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
     tick = Layout.from_rank_lengths([[1000], [8]]).tick()
     tasks = np.array([(0, 100, 1000, 0, 1, 1), (0, 0, 100, 0, 1, 0), (1, 0, 8, 0, 1, 1)])
     rows = [
-        [part.served_rows[1].tolist() for part in slice_waves(tick, tasks, None, cut)]
+        [build_slices(tick, part).served_rows[1].tolist() for part in split_tasks(tick, tasks, None, cut)]
         for cut in (Cut(4), Cut(4, 4), Cut(4, 4, 200))
     ]
     assert sorted(rows[0]) == [[0, 0], [0, 0], [0, 0], [900, 1000]]
@@ -120,19 +97,6 @@ def test_attention_in_blocks_of_rows_is_exact(name: str, waves: int, window: int
     ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5, window), Modes(), SINKS, seed=5, waves=waves, blocks=4)
     assert any(call.setup.schedule.keys_return_often for call in ranks.calls[0])
     assert max(ranks.run().values()) < 1e-10
-
-
-def test_gradients_that_come_back_often_are_rounded_once() -> None:
-    """In bf16 the sum over many waves errs no more than that of one: it is in fp32 until it is complete."""
-    errors = []
-    for waves, blocks in ((1, 0), (8, 8)):
-        ranks = Ranks(
-            cases.layouts()["documents over borders"], MaskRule(DIM**-0.5), seed=5, waves=waves, blocks=blocks,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
-        errors.append(ranks.run())
-    for name in ("dk", "dv"):
-        assert errors[1][name] < 1.5 * errors[0][name]
 
 
 def test_waves_change_no_bit() -> None:

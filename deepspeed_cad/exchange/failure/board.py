@@ -28,17 +28,13 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure.patience import (
-    EXCHANGE_PAUSE_S,
-    WORDS_S,
-    PatientStore,
-    SilentStoreError,
-    wait_until,
-)
+from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, PatientStore, SilentStoreError, wait_until
 from deepspeed_cad.notice import counted
 
 REMEMBERED = 256
 """Micro-batches that a rank remembers to have trained, or dropped: far more than are ever in flight."""
+WORDS_S = 5.0
+"""How long survivors wait for each other's word before they call the silent ranks dead."""
 LOST = "lost its peers"
 """How a rank says that it stopped because others did, before it knows which."""
 MOST = 2000
@@ -84,11 +80,8 @@ class Liveness:
         self._said = ""
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
         self._taken: deque[int] = deque(maxlen=REMEMBERED)
-        self.idle_after: Callable[[], int | None] = lambda: None
-        """Says how many collectives this rank's look-ahead thread has begun; None while it still has jobs."""
         self.watched: Sequence[int] = range(ranks)
-        """Ranks without which this one's exchanges cannot go on: of its CAD group, whose exchanges have the same
-        numbers."""
+        """Ranks of this one's CAD group, whose exchanges have the same numbers."""
         self.beside: Sequence[int] = ()
         """Ranks with other shares of heads, of which in exchanges only counts that they stopped."""
         self.losses: Losses | None = None
@@ -99,12 +92,12 @@ class Liveness:
         """Says how many exchanges this rank has started."""
         self.begun: Callable[[], int] = lambda: 0
         """Says how many collectives its look-ahead thread has begun."""
+        self.idle_after: Callable[[], int | None] = lambda: None
+        """The same; None while it still has jobs."""
 
     @property
     def others(self) -> list[int]:
         return [rank for rank in self.watched if rank != self.rank]
-
-    # What this rank says of itself
 
     def report(self, message: str) -> None:
         """This rank has stopped: leave a line for the others, the first one that there is reason for."""
@@ -123,8 +116,7 @@ class Liveness:
         self.leave(self._said or "its session was closed", failed=bool(self._said))
 
     def leave(self, reason: str, failed: bool) -> None:
-        """This rank begins nothing more; only the first word counts. Where it `failed`, what it has begun may not end
-        either."""
+        """This rank begins nothing more. Where it `failed`, what it has begun may not end either."""
         if not self._left:
             self._left = True
             at = "0 0" if failed else f"{self.started()} {self.begun()}"
@@ -140,7 +132,6 @@ class Liveness:
         self.write(f"dropped/{self.rank}", " ".join(map(str, self._dropped)))
 
     def take(self, micro_batch: int) -> None:
-        """This rank trains the micro-batch of this turn."""
         self._taken.append(micro_batch)
 
     def block(self, collectives: int, subject: str) -> None:
@@ -151,8 +142,6 @@ class Liveness:
         """Tell every rank to stop, and why."""
         self.report(reason)
         self.write("stop", reason)
-
-    # What others said
 
     def reason(self, rank: int) -> str | None:
         """What a rank said when it stopped, or why it will."""
@@ -180,18 +169,13 @@ class Liveness:
             return self.store.read([key]).get(key, "")
         return ""
 
-    # What becomes of a wait
-
     def patiently(
         self, is_over: Callable[[], bool], waited_for: str, exchange: int = 0, with_servers: bool = False,
         longest_pause_s: float = EXCHANGE_PAUSE_S, collective: int = 0, timeout_s: float = math.inf,
     ) -> bool:  # fmt: skip
-        """Wait on the host for other ranks; raises CADPeerError as soon as it is certain that they will not come.
-
-        Gives whether `is_over` said so, which never waits; False after `timeout_s`. `exchange`, `collective`: the
-        number of that which it belongs to; 0: to none. `with_servers`: servers take part; where they may be
-        lost, ServerLostError says that one is. `longest_pause_s`: between two looks.
-        """
+        """Wait on the host for other ranks; raises CADPeerError as soon as it is certain that they will not come. Gives
+        whether `is_over` said so, which never waits; False after `timeout_s`. `exchange`, `collective`: its number; 0:
+        of none. `with_servers`: servers take part; where one is lost, ServerLostError says so."""
         before = ""
 
         def ask() -> bool:
@@ -220,9 +204,7 @@ class Liveness:
         return "" if self.losses is None else self.losses.why()
 
     def why_hopeless(self, exchange: int = 0, collective: int = 0) -> str:
-        """Why waiting for the other ranks cannot end: one has stopped, or left its loop, or waits for this one
-        elsewhere; empty while it may. `exchange`: the one in which, or before which, this rank waits; 0: none.
-        `collective`: likewise, of its look-ahead thread."""
+        """Why waiting for the others, in an exchange or a collective of that number (0: in none), cannot end; or ""."""
         try:
             return "; ".join(self._hopeless(exchange, collective) or self._standstill(exchange))
         except (RuntimeError, OSError) as error:
@@ -262,8 +244,7 @@ class Liveness:
     def explain(
         self, waited_for: str, error: BaseException, with_servers: bool = False, patience_s: float | None = None
     ) -> CADPeerError:
-        """The error to raise on this rank: names those that died, hang, or stopped and why. `patience_s`: for their
-        words, by default WORDS_S."""
+        """The error to raise on this rank: names those that died, hang, or stopped and why."""
         if with_servers and self.losses is not None and (lost := self.losses.wait()):
             return ServerLostError(lost)
         if not self.watched:
@@ -298,13 +279,11 @@ class Liveness:
         return dict(sorted({**self.left(ranks, exchange, collective), **errors}.items()))
 
     def _read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
-        """The lines that ranks have left, of those that have."""
         keys = {f"{kind}/{rank}": rank for rank in ranks}
         return {keys[key]: line for key, line in self.store.read([*keys]).items()}
 
     def _read_reached(self, kind: str, ranks: Iterable[int]) -> Iterator[tuple[int, tuple[int, int, str]]]:
-        """Of ranks that are blocked, or have left: how many exchanges they have started, how many collectives their
-        look-ahead threads have begun, and what the last one is about, or why they have left."""
+        """Of ranks that are blocked, or have left: exchanges, collectives, and what they wait for, or why they left."""
         for rank, line in self._read(kind, ranks).items():
             exchanges, collectives, text = line.split(" ", 2)
             yield rank, (int(exchanges), int(collectives), text)

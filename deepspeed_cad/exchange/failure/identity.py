@@ -2,16 +2,14 @@
 
 Exchanges are paired by order: the n-th of one rank with the n-th of every other. Where a rank leaves a part out, say
 because its script caught an exception and went on, the order is the same and the meaning is not. So each exchange has
-a number that says where in training it lies; both ends have computed it from what they know. In: `Moment`, nano-batch,
-direction and schedule of every exchange. Out: one `Identity` each, and words for what differs.
+a number that says where in training it lies, computed at both ends from what they know.
 
 Ranks compare on the host, behind the GPU. Numbers arrive in a ring in device memory, [RING, ranks], row n % RING for
 exchange n: peers write them just before their flag, or they are received ahead of messages. Once the stream has passed
-that point, the watchdog's thread copies the ring to the host on a stream of its own. A stream could wait until numbers
-are equal instead, but a wait that can never end is the one thing from which a GPU must be rescued, and a rank that is
-merely behind would look like one that differs. So what was computed in between is lost with the run: all ranks end
-with an error within a second, landing areas become NaN, no exchange can start any more, and `finish` looks once more
-before a transport is closed.
+that point, the watchdog's thread copies the ring to the host on a stream of its own. A stream that waited until numbers
+are equal might have to be rescued, and a rank that is merely behind would look like one that differs. So what was
+computed in between is lost: all ranks end with an error within a second, landing areas become NaN, no exchange can
+start any more, and `finish` looks once more before a transport is closed.
 """
 
 from __future__ import annotations
@@ -50,8 +48,6 @@ class Moment:
 
 @dataclass(frozen=True)
 class Identity:
-    """One exchange of this rank."""
-
     index: int
     """1, 2, … in the order in which the transport starts them."""
     number: int
@@ -62,13 +58,10 @@ class Identity:
 
 
 class Register:
-    """Gives every exchange of one transport its identity."""
-
     def __init__(self) -> None:
         self._history = 0
 
     def next(self, index: int, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
-        """The identity of the exchange that starts now; called once for each, in their order."""
         turn, layer = moment.turn % (1 << _TURN_BITS), moment.layer % (1 << _LAYER_BITS)
         wave = moment.wave % (1 << _WAVE_BITS)
         words = turn << _TURN_AT | wave << _WAVE_AT | layer << _LAYER_AT
@@ -80,7 +73,6 @@ class Register:
 
 
 def describe(number: int) -> str:
-    """What the upper bits of a number say."""
     words = number >> _CHECK_BITS
     turn, layer = words >> _TURN_AT, words >> _LAYER_AT & ((1 << _LAYER_BITS) - 1)
     way = "return" if words & 1 else "dispatch"
@@ -162,7 +154,6 @@ class Comparison:
     """The numbers that reach one transport of one rank."""
 
     def __init__(self, ring: torch.Tensor, rank: int) -> None:
-        """`ring`: int64 [RING, ranks], where the numbers arrive."""
         self.ring, self.rank, self._copy = ring, rank, HostCopy(ring)
         self.newest = 0
         """Index of the last exchange that this rank has started."""

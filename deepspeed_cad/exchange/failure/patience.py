@@ -1,7 +1,6 @@
 """How a rank waits for what others do, where nothing wakes it: it asks, pauses, and looks around now and then.
 
-In: what is waited for, and for how long. Out: what it gave. And the job's store, asked with a limit of time: a store on
-another host answers over the network, and a link that dies leaves whoever asks in a call that nothing ends.
+And the job's store, asked with a limit of time: a link that dies leaves whoever asks in a call that nothing ends.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ LOOK_S = 0.5
 """Between two looks at the error board while a rank waits."""
 LATE_S = 10.0
 """Of waiting after which ranks that did not come are named."""
-WORDS_S = 5.0
-"""How long survivors wait for each other's word before they call the silent ranks dead."""
 FIRST_PAUSE_S, EXCHANGE_PAUSE_S, PAUSE_S = 20e-6, 1e-3, 0.25
 """Between two questions: at first; at most where an exchange is waited for; at most where many ranks ask one store."""
 SHARE = 1 / 8
@@ -41,15 +38,9 @@ def wait_until(
     longest_pause_s: float = PAUSE_S,
     when_late: Callable[[float], object] = _nothing,
 ) -> Answer:
-    """What `ask` gives as soon as that is true, or when time is up.
-
-    Args:
-        ask: looks whether it is there; may raise.
-        timeout_s: seconds after which it is asked for the last time.
-        look_around: called about every LOOK_S; raises where waiting is in vain.
-        longest_pause_s: between two questions.
-        when_late: called once, after LATE_S, with the seconds so far.
-    """
+    """What `ask` gives as soon as that is true, or when time is up. `look_around`: called about every LOOK_S; raises
+    where waiting is in vain. `longest_pause_s`: between two questions. `when_late`: called once, after LATE_S, with
+    the seconds so far."""
     began = looked = time.monotonic()
     while not (answer := ask()):
         waited_s = (now := time.monotonic()) - began

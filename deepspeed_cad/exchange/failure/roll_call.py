@@ -3,8 +3,6 @@
 Ranks that turn CAD on meet here, because one on whose host the package is missing goes on into collectives of its own.
 So does whoever makes memory or a communicator with others: torch's and NCCL's own ways to meet wait half an hour for a
 dead rank, and know nothing of one that cannot do its part.
-
-In: a store. Out: what the others said; or a warning, and one CADPeerError, that name the ranks that are not here.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ _REASONS = (
 @contextmanager
 def together() -> Iterator[None]:
     """Around a call in which all ranks meet in collectives, such as `deepspeed.initialize`, on each rank that has CAD.
-
-    Whoever took part without signing before has no CAD. Raises CADPeerError, after LATE_S, with their names. Where
-    torch.distributed is only initialised inside the call nothing is compared.
-    """
+    Whoever took part without signing has no CAD: CADPeerError, after LATE_S, with their names. Where torch.distributed
+    is only initialised inside the call nothing is compared."""
     signs = dist.is_initialized() and dist.get_world_size() > 1
     if signs:
         _store().set(f"has/{dist.get_rank()}", "1")
@@ -55,11 +51,8 @@ def together() -> Iterator[None]:
 
 
 def call_roll(timeout_s: float) -> None:
-    """Wait until every rank of the job turns CAD on, `timeout_s` at most.
-
-    Ranks may come at very different times, so those that are awaited for more than LATE_S are named in a warning.
-    Raises CADPeerError, naming them, when the time is over.
-    """
+    """Wait until every rank of the job turns CAD on. Those that are awaited for long are named in a warning; when time
+    is up, in a CADPeerError."""
     store, rank, ranks = _store(), dist.get_rank(), range(dist.get_world_size())
     # A process may close its session and open another: this is the one of that number on each rank.
     turn = store.add(f"sessions/{rank}", 1)

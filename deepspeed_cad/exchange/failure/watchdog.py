@@ -41,10 +41,8 @@ AGAIN_S, AGAIN = 1.0, 5
 """A peer that is still alive may undo what let a stream go on: it is done again after so long, so many times."""
 LAST_S = 5.0
 """After the last time: a GPU whose streams still stand may be stuck as a whole, because a kernel that is launched for
-the first time needs the context to be idle. The training thread, which waits for the GPU too, cannot raise an error
-then; and what was to let the streams go on may wait in the same place."""
+the first time needs the context to be idle. The training thread, which waits for the GPU too, raises no error then."""
 EXIT_CODE = 70
-"""Of a process that ended for that reason."""
 
 
 class Alarm:
@@ -60,12 +58,11 @@ class Alarm:
 
     @property
     def sounded(self) -> bool:
-        """Whether the transport has stopped."""
         return bool(self._waited_for or self._reason)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the others go on without a server that is lost; the same on all ranks of an exchange."""
+        """Whether the others go on without a server that is lost; on all ranks alike."""
         return self.liveness.losses is not None
 
     def stop(self, reason: str) -> None:
@@ -116,30 +113,24 @@ class Watchdog:
         self, alarm: Alarm, give_up: Callable[[], None], device: torch.device | None = None,
         comparison: Comparison | None = None,
     ) -> None:  # fmt: skip
-        """`device`: that of the events."""
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
         self.end_process: Callable[[str], None] = _end_process
         self._waits: deque[_Wait] = deque()
         self._host: tuple[object, float] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._given_up = 0
-        self._gave_up_at = 0.0
+        self._given_up, self._gave_up_at, self._looked_at = 0, 0.0, 0.0
         self.freed = False
         """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
         self._lost_since: float | None = None
         self._freeing: threading.Thread | None = None
-        self._looked_at = 0.0
         self._reached: tuple[torch.cuda.Event, float] | None = None
         """What is before the oldest wait that its stream has reached, and when that was seen."""
 
     def track(
         self, before: torch.cuda.Event, after: torch.cuda.Event, label: object, then: Callable[[], None] | None = None
     ) -> None:
-        """Watch one wait; the thread starts with the first.
-
-        `label` is asked for its words if they are needed; `then` is called from the thread when the wait is over.
-        """
+        """Watch one wait; `then` is called from the watchdog's thread when it is over."""
         self._waits.append(_Wait(before, after, label, then))
         self._start()
 
@@ -155,11 +146,10 @@ class Watchdog:
 
     def wait_for(self, reached: Callable[[], bool], exchange: Identity) -> None:
         """Wait on the host for an exchange, where training goes on without a server that is lost. Raises
-        ServerLostError where one is before `reached`, which never waits, and CADPeerError as streams do.
+        ServerLostError where one is, and CADPeerError as streams do.
 
-        Elsewhere streams wait, and the host queues work far ahead of its GPU: work that could not be taken back behind
-        a wait that does not end. So here no stream ever waits for another rank: only when all is there is queued what
-        reads it, nothing is computed from what did not come, and the GPU can always be waited for.
+        Work that the host has queued far ahead could not be taken back behind a wait that does not end. So here no
+        stream ever waits for another rank: what reads an exchange is queued only when all of it is there.
         """
 
         def has_arrived() -> bool:
@@ -187,7 +177,6 @@ class Watchdog:
             self.alarm.check()
 
     def abandon(self) -> None:
-        """Stop watching: a server is lost, and the transport is given up."""
         self._stop.set()
 
     def _start(self) -> None:
@@ -236,20 +225,12 @@ class Watchdog:
                 return self._let_go(now)
 
     def _standing(self, now: float) -> Iterator[tuple[object, float]]:
-        """What does not go on, and since when: a call of the host, and the oldest wait whose stream has reached it."""
         if (host := self._host) is not None:
             yield host
         if self._waits and (oldest := self._waits[0]).before.query():
             if self._reached is None or self._reached[0] is not oldest.before:
                 self._reached = (oldest.before, now)
             yield oldest.label, self._reached[1]
-
-    def _stands(self) -> bool:
-        """Whether a wait that its stream has reached is not over, the host is inside a call, or what was to end one
-        does not come back."""
-        if self._host is not None or self._frees():
-            return True
-        return bool(self._waits) and self._waits[0].before.query() and not self._waits[0].after.query()
 
     def _free(self) -> None:
         try:
@@ -275,7 +256,10 @@ class Watchdog:
             self._given_up, self._gave_up_at = self._given_up + 1, now
             # Not on this thread: it must be there to end the process where the driver lets no call through.
             self._freeing = start_daemon("frees the GPU", self._free, self.device)
-        elif not self.alarm.told and now - self._gave_up_at > LAST_S and self._stands():
+        elif not self.alarm.told and now - self._gave_up_at > LAST_S:
+            stands = self._host is not None or self._frees()  # or what was to end a wait does not come back
+            if not (stands or (self._waits and self._waits[0].before.query() and not self._waits[0].after.query())):
+                return
             what = "The GPU" if self._host is None else "The training thread"
             self.end_process(f"{self.alarm.why()}. {what} could not be freed from its wait, so this process ends")
 
