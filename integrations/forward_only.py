@@ -41,11 +41,11 @@ _even_batch: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("deepspee
 """Token ids that every rank's loader gave out last, if it is known to give every rank as many batches."""
 
 
-def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrap(original)` in the place of a method of another package's class, if that was not done yet."""
+def wrap_once(owner: Any, name: str, run: Callable[..., Any]) -> None:
+    """Put `run(original, self, …)` in the place of a method of another package's class, if that was not done yet."""
     original = getattr(owner, name)
     if not hasattr(original, _MARK):
-        wrapped = wraps(original)(wrap(original))
+        wrapped = wraps(original)(lambda self, *args, **kwargs: run(original, self, *args, **kwargs))
         setattr(wrapped, _MARK, True)
         setattr(owner, name, wrapped)
 
@@ -65,13 +65,13 @@ def generates() -> bool:
 
 
 @contextmanager
-def in_step() -> Iterator[None]:
-    """All ranks run the same forwards in here."""
-    token = _in_step.set(True)
+def in_step(what: ContextVar[bool] = _in_step) -> Iterator[None]:
+    """All ranks run the same forwards in here; or `what` is true."""
+    token = what.set(True)
     try:
         yield
     finally:
-        _in_step.reset(token)
+        what.reset(token)
 
 
 def given_out(batch: Any) -> None:
@@ -83,17 +83,11 @@ def given_out(batch: Any) -> None:
 def install_generation_hooks(module: ModuleType) -> None:
     """Wrap `generate` of the module `transformers.generation.utils`. Idempotent."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _generates.set(True)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                _generates.reset(token)
+    def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        with in_step(_generates):
+            return original(self, *args, **kwargs)
 
-        return generate
-
-    wrap_once(module.GenerationMixin, "generate", wrap)
+    wrap_once(module.GenerationMixin, "generate", generate)
 
 
 def root_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -104,16 +98,13 @@ def root_of(model: torch.nn.Module) -> torch.nn.Module:
 def install_root_hooks(module: ModuleType) -> None:
     """Wrap FSDP1 of the module `torch.distributed.fsdp.fully_sharded_data_parallel`. Idempotent."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
-            if self._is_root:
-                _roots.add(self)
-            return output
+    def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if self._is_root:
+            _roots.add(self)
+        return output
 
-        return forward
-
-    wrap_once(module.FullyShardedDataParallel, "forward", wrap)
+    wrap_once(module.FullyShardedDataParallel, "forward", forward)
 
 
 def follow(binding: Binding) -> None:
@@ -144,20 +135,17 @@ def install_worker_hooks(module: ModuleType) -> None:
     """Wrap `execute_batch` of all workers of the module `openrlhf.trainer.ray.launcher`: its experience maker runs
     forwards without backward by it, and no other place knows where a worker's own end. Idempotent."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            results = original(self, *args, **kwargs)
-            session = current_session()
-            binding = None if session is None else next(iter(session.bindings.values()), None)
-            if binding is not None:  # of whichever model: it follows all
-                binding.follow()
-            return results
-
-        return execute_batch
+    def execute_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, *args, **kwargs)
+        session = current_session()
+        binding = None if session is None else next(iter(session.bindings.values()), None)
+        if binding is not None:  # of whichever model: it follows all
+            binding.follow()
+        return results
 
     workers = [one.__ray_metadata__.modified_class for one in vars(module).values() if hasattr(one, "__ray_metadata__")]
     for cls in (module.BaseModelActor, *workers):  # Ray gave these copies of what they inherit
-        wrap_once(cls, "execute_batch", wrap)
+        wrap_once(cls, "execute_batch", execute_batch)
 
 
 # Models that are only looked at
@@ -169,15 +157,12 @@ def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Modu
     A session says which decoders it knows. Idempotent.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-                _look(self, bind)
-            return original(self, *args, **kwargs)
+    def call(original: Callable[..., Any], self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            _look(self, bind)
+        return original(self, *args, **kwargs)
 
-        return call
-
-    wrap_once(_class_of(decoder), "__call__", wrap)
+    wrap_once(_class_of(decoder), "__call__", call)
 
 
 def _class_of(decoder: torch.nn.Module) -> type:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def install_loader_hooks(module: ModuleType) -> None:
     """Wrap the iteration of prepared loaders of the module `accelerate.data_loader`. Idempotent."""
-    wrap_once(module.DataLoaderShard, "__iter__", lambda original: lambda self: PreparedIterator(self, original(self)))
+    wrap_once(module.DataLoaderShard, "__iter__", lambda original, self: PreparedIterator(self, original(self)))
 
 
 class PreparedIterator:
@@ -80,7 +80,7 @@ class PreparedIterator:
         else:
             binding.announcer = self
             try:
-                yield from LookAheadLoader(_Rest(self.loader, self._plain), binding.feed)
+                yield from LookAheadLoader(self.loader, binding.feed, batches=self._plain)
             finally:
                 # Also where the script breaks off: the iterator goes with its loop.
                 self.drop()
@@ -102,25 +102,6 @@ class PreparedIterator:
             return None
         found: Binding = next(iter(session.bindings.values()))
         return found
-
-
-class _Rest:
-    """What is left of an epoch, as a loader; it says where the prepared loader ends."""
-
-    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
-        self._loader, self._batches = loader, batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch that was read last is the last; Accelerate ends an accumulation there."""
-        return bool(self._loader.end_of_dataloader)
-
-    @end_of_dataloader.setter
-    def end_of_dataloader(self, value: bool) -> None:
-        self._loader.end_of_dataloader = value
 
 
 def _gives_as_many(loader: Any) -> bool:

@@ -31,11 +31,8 @@ _AHEAD = "_deepspeed_cad_ahead"
 
 def install_trainer_hooks(module: ModuleType) -> None:
     """Wrap the Trainer of the module `transformers.trainer`. Idempotent; called when a model is bound."""
-    for name, wrap in (
-        ("get_batch_samples", _wrap_get_batch_samples), ("training_step", _wrap_training_step),
-        ("evaluation_loop", _wrap_evaluation_loop), ("log", _wrap_log),
-    ):  # fmt: skip
-        wrap_once(module.Trainer, name, wrap)
+    for run in (_get_batch_samples, _training_step, _evaluation_loop, _log):
+        wrap_once(module.Trainer, run.__name__[1:], run)
 
 
 class _AheadIterator:
@@ -90,58 +87,51 @@ class _AheadIterator:
         return due()
 
 
-def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        binding = _binding_of(self)
-        if binding is None:
-            return original(self, epoch_iterator, *args, **kwargs)
-        config = binding.session.config
-        ahead = self.__dict__.get(_AHEAD)
-        new = ahead is None or ahead.source is not epoch_iterator
-        if new:
-            refuse_accelerator(self.accelerator)
-            refuse_loader(self.callback_handler.train_dataloader)
-        if not config.look_ahead:
-            return original(self, epoch_iterator, *args, **kwargs)
-        if new:
-            ahead = self.__dict__[_AHEAD] = _AheadIterator(
-                epoch_iterator, binding.feed, self.args.gradient_accumulation_steps
-            )
-            binding.feed.begin_epoch()
-        samples, count = original(self, ahead, *args, **kwargs)
-        if not samples:
-            self.__dict__.pop(_AHEAD)
-            return samples, count
-        if new:
-            settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
-            # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
-            binding.feed.orders = not unknown_loss(self)
-        # Targets are counted before documents change ranks; their number over all ranks stays the same.
-        samples = ahead.arrange(samples)
-        if _may_read_ahead(self):
-            ahead.read_ahead(len(samples))
+def _get_batch_samples(
+    original: Callable[..., Any], self: Any, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any
+) -> Any:
+    binding = _binding_of(self)
+    if binding is None:
+        return original(self, epoch_iterator, *args, **kwargs)
+    config = binding.session.config
+    ahead = self.__dict__.get(_AHEAD)
+    new = ahead is None or ahead.source is not epoch_iterator
+    if new:
+        refuse_accelerator(self.accelerator)
+        refuse_loader(self.callback_handler.train_dataloader)
+    if not config.look_ahead:
+        return original(self, epoch_iterator, *args, **kwargs)
+    if new:
+        ahead = self.__dict__[_AHEAD] = _AheadIterator(
+            epoch_iterator, binding.feed, self.args.gradient_accumulation_steps
+        )
+        binding.feed.begin_epoch()
+    samples, count = original(self, ahead, *args, **kwargs)
+    if not samples:
+        self.__dict__.pop(_AHEAD)
         return samples, count
+    if new:
+        settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
+        # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
+        binding.feed.orders = not unknown_loss(self)
+    # Targets are counted before documents change ranks; their number over all ranks stays the same.
+    samples = ahead.arrange(samples)
+    if _may_read_ahead(self):
+        ahead.read_ahead(len(samples))
+    return samples, count
 
-    return get_batch_samples
+
+def _training_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    with nullcontext() if _binding_of(self) is None else in_step():
+        return original(self, *args, **kwargs)
 
 
-def _wrap_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if _binding_of(self) is None else in_step():
-            return original(self, *args, **kwargs)
-
-    return training_step
-
-
-def _wrap_evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        binding = _binding_of(self)
-        # All ranks are here: the Trainer gathers their losses.
-        together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(_count(dataloader))
-        with in_step() if together else nullcontext():
-            return original(self, dataloader, *args, **kwargs)
-
-    return evaluation_loop
+def _evaluation_loop(original: Callable[..., Any], self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    binding = _binding_of(self)
+    # All ranks are here: the Trainer gathers their losses.
+    together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(_count(dataloader))
+    with in_step() if together else nullcontext():
+        return original(self, dataloader, *args, **kwargs)
 
 
 def _count(loader: Any) -> int | None:
@@ -190,18 +180,15 @@ def _may_read_ahead(trainer: Any) -> bool:
     return bool(trainer.state.global_step + 1 < last)
 
 
-def _wrap_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        # Evaluation has other keys.
-        binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
-        if binding is not None and "loss" in logs:
-            logs.update(binding.session.take_statistics("trainer").as_events())
-        if binding is not None and "train_runtime" in logs:
-            if any(isinstance(one, CADCallback) for one in self.callback_handler.callbacks):
-                logs.update(estimate_savings(binding))
-        return original(self, logs, *args, **kwargs)
-
-    return log
+def _log(original: Callable[..., Any], self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    # Evaluation has other keys.
+    binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
+    if binding is not None and "loss" in logs:
+        logs.update(binding.session.take_statistics("trainer").as_events())
+    if binding is not None and "train_runtime" in logs:
+        if any(isinstance(one, CADCallback) for one in self.callback_handler.callbacks):
+            logs.update(estimate_savings(binding))
+    return original(self, logs, *args, **kwargs)
 
 
 def _binding_of(trainer: Any) -> Binding | None:

@@ -72,12 +72,11 @@ def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
 def test_prepared_loaders_are_examined() -> None:
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
         ours.refuse_loader(object.__new__(DataLoaderDispatcher))
-    original = ours._wrap_prepare_data_loader(lambda self, loader: loader)
     asked = Namespace(**{ours._PLUGIN: CADPlugin()})
     loader = object.__new__(DataLoaderDispatcher)
-    assert original(Namespace(), loader) is loader
+    assert ours._prepare_data_loader(lambda self, loader: loader, Namespace(), loader) is loader
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        original(asked, loader)
+        ours._prepare_data_loader(lambda self, loader: loader, asked, loader)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +93,9 @@ def test_what_is_done_before_everything_is_wrapped(bound, kind, fsdp2: bool, blo
         distributed_type=kind, is_fsdp2=fsdp2, state=Namespace(deepspeed_plugin=Namespace(deepspeed_config=json)),
         **{ours._PLUGIN: CADPlugin(tolerance=0.2)},
     )  # fmt: skip
-    model, prepare = training.tiny_llama(), ours._wrap_prepare(lambda self, *args: (dict(json), len(bound)))
-    assert prepare(host, model, "an optimizer") == (block, models)
-    assert prepare(Namespace(), model) == (json, models)
+    model, original = training.tiny_llama(), lambda self, *args: (dict(json), len(bound))
+    assert ours._prepare(original, host, model, "an optimizer") == (block, models)
+    assert ours._prepare(original, Namespace(), model) == (json, models)
 
 
 def test_an_accelerator_is_refused_when_it_is_made() -> None:
