@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.positions import Unread
-from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads, to_local
+from deepspeed_cad.integrations.shares import PieceMask, attend_locally, is_divided, refuse_heads, to_local
 from deepspeed_cad.integrations.structure import (
     default_attention,
     has_chunks,
     local_attention,
     name_layer,
 )
-from deepspeed_cad.integrations.ulysses import PieceMask
 from deepspeed_cad.integrations.verify import Alone, Check
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -71,7 +70,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
     """The mask function: the running forward's descriptor, or the model's own mask outside of one."""
     scope = running.get()
     if scope is not None and scope.in_pieces:
-        return scope.binding.ulysses.mask(None, kwargs.get("local_size"))
+        return PieceMask(scope.binding, None, kwargs.get("local_size"))
     if scope is None or scope.micro_batch is None:
         name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
         known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
@@ -98,7 +97,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
             scope.binding.feed.fail(error)
     found = session.descriptor(scope.micro_batch, None if chunk else window, chunk=chunk)
     if scope.binding.ulysses is not None:
-        return scope.binding.ulysses.mask(found, window)
+        return PieceMask(scope.binding, found, window)
     return found if scope.part is None else found.part(scope.part)
 
 

@@ -2,7 +2,7 @@
 
 Where the kernels of delta nets, state spaces (Mamba) and short convolutions take borders of documents they get them;
 where only a convolution ignores them, blank rows part the documents; else documents run one by one, which is exact
-whatever the layer does. `state_check.py` finds out which, on the layer itself. The borders come to a decoder layer as
+whatever the layer does. `borders.py` finds out which, on the layer itself. The borders come to a decoder layer as
 an argument, so that every kind of checkpointing repeats them, and from there to the layers inside. `B` batch rows, `S`
 tokens of each, `T` = B · S, `D` hidden size.
 """
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.borders import NAME, Borders
+from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_way
 from deepspeed_cad.integrations.spanning import run_over_ranks
-from deepspeed_cad.integrations.state_check import Way, find_way
 from deepspeed_cad.integrations.structure import has_cache, inside_wrappers, mix_in, name_layer
 from torch import nn
 

@@ -1,26 +1,34 @@
-"""Which ranks divide a model's heads among them, as its host framework says.
+"""Which ranks divide a model's heads among them, as its host framework says, and attention of this rank's heads.
 
 In: a model whose parameters are DTensors of a mesh, or that transformers has divided by its plan; what its layers then
-hand to attention. Out: a `Replica`, or None where every rank has all heads; attention of this rank's heads.
+hand to attention, or DeepSpeed's Ulysses around it. Out: a `Replica`, or None where every rank has all heads; O.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations.structure import name_layer
 from torch.distributed.tensor import DTensor, Partial, Shard
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.layout import segments_from_positions
 from deepspeed_cad.shares import DATA, TENSOR, Replica, replica_in
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 _APART = (*DATA, "dp_cp", "dp_shard_cp", "ep", "efsdp", "pp")
 """Names of axes of parameters' meshes that do not divide heads: Accelerate's and transformers' own among them."""
 HEADS = 1
 """Their axis in what attention functions of transformers are given."""
+_ULYSSES = "UlyssesSPAttentionHF"
 
 
 def find_replica(model: torch.nn.Module) -> Replica | None:
@@ -136,3 +144,61 @@ def _meshes(model: torch.nn.Module) -> Iterator[Any]:
         yield mesh
     found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     yield from dict.fromkeys(found)
+
+
+# Ulysses around CAD: it gives every rank all tokens of a few heads, and CAD attends. In evaluation documents are read
+# from the positions that Ulysses gathers, because each rank's batch has a piece of them only.
+
+
+def find_ulysses(name: str) -> Any:
+    """The all-to-alls of the attention that a model has without CAD. Raises CADUnsupportedError where it has none."""
+    found = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None
+    for cell in getattr(found, "__closure__", None) or ():
+        if type(cell.cell_contents).__name__ == _ULYSSES:
+            return cell.cell_contents
+    raise CADUnsupportedError(
+        f"ranks have pieces of each row (sequence parallelism), but the attention {name} of the model is not that of "
+        f"DeepSpeed's {_ULYSSES}: call its register_with_transformers before CAD is turned on, or train without CAD"
+    )
+
+
+class PieceMask:
+    """Stands where layers that have a piece of the tokens expect a mask. Not a dataclass: see MaskDescriptor."""
+
+    __slots__ = ("binding", "inside", "window")
+
+    def __init__(self, binding: Binding, inside: MaskDescriptor | None, window: int | None) -> None:
+        """`inside`: the descriptor of all tokens; None: in evaluation."""
+        self.binding, self.inside, self.window = binding, inside, window
+
+    def attend(
+        self, attend: Callable[..., Any], module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, **given: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Attention of a piece: query [B, H, S / T, D], key and value [B, K, S / T, D]; gives [B, S / T, H · D].
+
+        `attend`: attention of all tokens and some heads.
+        """
+        # A copy: other models of this process keep theirs, and so does this one without CAD.
+        around = copy.copy(self.binding.ulysses)
+
+        def inside(
+            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
+            s_aux: torch.Tensor | None = None, **given: Any,
+        ) -> Any:  # fmt: skip
+            heads = query.shape[1]
+            if s_aux is not None and len(s_aux) > heads:
+                s_aux = s_aux[around.sp_rank * heads :][:heads]
+            if self.inside is None:
+                self.inside = self._evaluate(given["position_ids"])
+            return attend(module, query, key, value, self.inside, s_aux=s_aux, **given)
+
+        around.attn = inside
+        o: torch.Tensor = around(module, query, key, value, None, **given)[0]
+        return o, None
+
+    def _evaluate(self, position_ids: torch.Tensor) -> MaskDescriptor:
+        """For positions [B, S] of whole rows."""
+        session = self.binding.session
+        micro_batch = session.plans.open_local(segments_from_positions(position_ids.detach().cpu().numpy()))
+        return session.descriptor(micro_batch, self.window)

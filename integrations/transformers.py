@@ -25,9 +25,8 @@ from deepspeed_cad.integrations.mask_check import is_due
 from deepspeed_cad.integrations.padding import check_padding
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
-from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
+from deepspeed_cad.integrations.shares import find_replica, find_ulysses, refuse_parts_of_heads
 from deepspeed_cad.integrations.spanning import why_not
-from deepspeed_cad.integrations.ulysses import Ulysses
 from deepspeed_cad.integrations.verify import (
     Check,
     loss_of,
@@ -63,7 +62,7 @@ class Binding:
         """Some of its layers attend in chunks."""
         if self.chunked:
             models.refuse_beside_chunks(session)
-        self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
+        self.ulysses = find_ulysses(self.original) if session.shares.pieces else None
         self.feed = (
             session.open_reference_feed(models.describe(model))
             if reference

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_cad.integrations.interleaved import why_not_twice
-from deepspeed_cad.integrations.row_cut import CannotJoin, RowCut
+from deepspeed_cad.integrations.interleaved import CannotJoin, RowCut, why_not_twice
 from model_cases import tiny_model
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks

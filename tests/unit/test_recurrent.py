@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.borders import NAME, Borders, find_borders
+from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_borders, find_way
 from deepspeed_cad.integrations.recurrent import Ways, _Call, _run
-from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
 from torch import nn
