@@ -241,10 +241,6 @@ class Session:
         self.feeds.append(Feed(self.plans, fingerprint, number=len(self.feeds)))
         return self.feeds[-1]
 
-    def open_reference_feed(self, fingerprint: str) -> Feed:
-        """The same of a model that is only looked at, perhaps not on every rank."""
-        return Feed(self.plans, fingerprint, None)
-
     def find_binding(self, model: torch.nn.Module) -> Any:
         """What was bound to a model, through any wrapper, or None."""
         return next((self.bindings[module] for module in model.modules() if module in self.bindings), None)

@@ -48,13 +48,6 @@ class CADPlugin(KwargsHandler):
         return plugin
 
 
-def install_accelerator_hooks() -> None:
-    """Wrap `accelerate.Accelerator`. Idempotent; importing this module is enough."""
-    wrap_once(Accelerator, "__init__", _init)
-    for run in (_prepare, _prepare_model, _prepare_data_loader):
-        wrap_once(Accelerator, run.__name__[1:], run)
-
-
 def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
     """Every Accelerator from now on has the plugin, as if its script had passed it; gives what undoes this.
 
@@ -129,4 +122,6 @@ def _prepare_data_loader(original: Callable[..., Any], self: Any, *args: Any, **
     return loader
 
 
-install_accelerator_hooks()
+wrap_once(Accelerator, "__init__", _init)
+for run in (_prepare, _prepare_model, _prepare_data_loader):
+    wrap_once(Accelerator, run.__name__[1:], run)

@@ -37,22 +37,18 @@ class ActivationCheck:
 
     def __init__(self, asked_by: str) -> None:
         self.asked_by = asked_by
-        self._active = False
+        self.was_active = False
+        """A micro-batch was trained with CAD before some optimizer step."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Stop watching."""
         self._handle.remove()
 
-    @property
-    def was_active(self) -> bool:
-        """Whether a micro-batch was trained with CAD before some optimizer step."""
-        return self._active
-
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         session = current_session()
         if session is None or not session.statistics.micro_batches:
-            if self._active:  # a session that has ended since
+            if self.was_active:  # a session that has ended since
                 self.close()
                 return
             self._refuse(
@@ -60,7 +56,7 @@ class ActivationCheck:
                 "Training stops here, because it would go on without CAD"
             )
             return
-        self._active = True
+        self.was_active = True
         if session.group_ranks == 1:
             if session.ranks == 1:  # else the line that says how heads are divided says it
                 logger.warning("deepspeed_cad: CAD is on, but there is one process only: there is nothing to balance")

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ _ATTENTION_DROPOUT = re.compile(r"att(entio)?n.*drop|drop.*att(entio)?n")
 _BIDIRECTIONAL = "tokens would see later tokens, and CAD computes causal attention"
 _CROSSING = "cross-attention reads tokens that are in no document"
 _STATE = re.compile(r"(^|\.)(A_log|dt_bias|time_decay)$")
+_MACHINE_FIELDS = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"}
 
 
 class Refusal(NamedTuple):
@@ -285,27 +286,17 @@ def is_mixture(config: Any) -> bool:
 
 def describe(model: PreTrainedModel) -> str:
     """A text that is equal on all ranks exactly where the models are: class and config without paths and versions."""
-    return f"{type(model).__name__} {json.dumps(_stable(model.config.to_dict()), sort_keys=True)}"
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))
+        return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
-_MACHINE_FIELDS = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"}
+    def stable(found: dict[str, Any]) -> dict[str, Any]:
+        return {key: found[key] for key in found if key not in _MACHINE_FIELDS and not key.startswith("_attn_impl")}
 
-
-def _stable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        kept = {str(key): item for key, item in value.items()}
-        return {
-            key: _stable(item)
-            for key, item in kept.items()
-            if key not in _MACHINE_FIELDS and not key.startswith("_attn_implementation")
-        }
-    if isinstance(value, (list, tuple)):
-        return [_stable(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(item) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+    fields = json.loads(json.dumps(model.config.to_dict(), default=plain), object_hook=stable)
+    return f"{type(model).__name__} {json.dumps(fields, sort_keys=True)}"
 
 
 def _is_config(value: Any) -> bool:
@@ -326,10 +317,8 @@ def _homes(model: PreTrainedModel) -> Iterator[Any]:
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     for name in dict.fromkeys(cls.__module__ for cls in classes):
         # Of torch and transformers only the models: their base classes import much that a model does not use.
-        shared = name.startswith(("torch.", "builtins", "transformers.")) and not name.startswith(
-            "transformers.models."
-        )
-        if not shared and name in sys.modules:
+        shared = name.startswith(("torch.", "builtins", "transformers."))
+        if name in sys.modules and (not shared or name.startswith("transformers.models.")):
             yield sys.modules[name]
 
 

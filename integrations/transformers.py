@@ -27,15 +27,12 @@ from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows,
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.shares import find_replica, find_ulysses, refuse_parts_of_heads
 from deepspeed_cad.integrations.spanning import why_not
-from deepspeed_cad.integrations.verify import (
-    Check,
-    loss_of,
-    loss_without,
-)
+from deepspeed_cad.integrations.verify import Check, loss_of, loss_without
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.ahead.documents import MASK, Announcement, batch_shape, read_documents
+from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
@@ -63,11 +60,8 @@ class Binding:
         if self.chunked:
             models.refuse_beside_chunks(session)
         self.ulysses = find_ulysses(self.original) if session.shares.pieces else None
-        self.feed = (
-            session.open_reference_feed(models.describe(model))
-            if reference
-            else session.open_feed(models.describe(model))
-        )
+        description = models.describe(model)
+        self.feed = Feed(session.plans, description, None) if reference else session.open_feed(description)
         if not reference:
             settle(self.feed, model, NOT_STATED)
         self.forwards = 0
@@ -172,7 +166,9 @@ class Binding:
         if training:
             micro_batch, unread = self._take(decoder, given)
         elif shared:
-            micro_batch = self._look(given)
+            self.looked += 1
+            following, self.follows = self.follows, None
+            micro_batch = self.feed.look(self._read(given)) if following is None else following
         else:
             try:
                 micro_batch = self.session.plans.open_local(read_documents(given).local)
@@ -211,9 +207,6 @@ class Binding:
         self.run_alone(decoder, kept, given)
         return kept, given
 
-    def _after_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> Any:
-        return self.leave(output)
-
     def _before_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = inspect.signature(model.forward).parameters
         self.called_with = dict(zip(names, args, strict=False)) | kwargs
@@ -235,14 +228,6 @@ class Binding:
             micro_batch = self.feed.take(None)
         self.last_read = announced.local
         return micro_batch, unread
-
-    def _look(self, given: dict[str, Any]) -> MicroBatch:
-        """The micro-batch of a forward without backward that all ranks run together."""
-        self.looked += 1
-        following, self.follows = self.follows, None
-        if following is not None:
-            return following
-        return self.feed.look(self._read(given))
 
     def _read(self, given: dict[str, Any]) -> Announcement:
         try:
@@ -309,8 +294,8 @@ class Binding:
         """Stop on every rank: this one announced its micro-batch and cannot train it."""
         self.feed.fail(CADDataError(reason))
 
-    def leave(self, output: Any) -> Any:
-        """After the decoder's forward, also after an error; gives the output where it changed."""
+    def _after_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Also after an error; gives the output where it changed."""
         scope = running.get()
         running.set(None)
         if scope is None or scope.micro_batch is None:
@@ -318,11 +303,11 @@ class Binding:
         borders, self.borders = self.borders, None
         if borders is not None and output is not None and not borders.arrived:
             raise CADUnsupportedError(
-                f"{type(self.decoder()).__name__} does not hand arguments on to its layers, so those that carry state "
+                f"{type(decoder).__name__} does not hand arguments on to its layers, so those that carry state "
                 "cannot learn where documents begin. Use transformers 5 or newer, or train without CAD"
             )
         if scope.micro_batch.check is not None and output is not None:
-            scope.micro_batch.check.end_forward(output, models.is_mixture(getattr(self.decoder(), "config", None)))
+            scope.micro_batch.check.end_forward(output, models.is_mixture(getattr(decoder, "config", None)))
             if not self.called_with:
                 self.end_model(output)
         if output is None and scope.shared:  # the forward raised

@@ -2,23 +2,8 @@
 
 In: what a forward is given, a dict of input_ids, position_ids, cu_seq_lens_q, attention_mask. Out: an `Announcement`,
 this rank's segments. No copies of the batch are kept. What each argument says is what attention of transformers makes
-of it:
-
-| argument | says |
-|---|---|
-| rows of the batch | a document lies in one of them |
-| `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` | the documents; what lies behind the last is padding |
-| `attention_mask` [batch, tokens] of ones | nothing: flash attention drops it |
-| with zeros | padding, at the ends of a batch row or between documents |
-| with other whole numbers | documents, by number; 0 is padding |
-| `attention_mask` of four axes | documents, where it is block-diagonal and causal; else it is refused |
-| `seq_idx` | documents, by number from 0 |
-| `position_ids` that start again | a document begins where they do |
-| that go on through every batch row | nothing |
-| the first of their four axes (text, time, height, width) | the same |
-| of three axes, all 0 again | nothing that transformers knows of: another argument must say so |
-
-Those that say something must say the same. Without any, each batch row is a document.
+of it (a table of docs/getting-started.md); a document lies in one row of the batch. Arguments that say something must
+say the same. Without any, each batch row is a document.
 """
 
 from __future__ import annotations

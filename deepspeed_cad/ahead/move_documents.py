@@ -177,13 +177,11 @@ def pad_token(padding: Ints, fields: Fields) -> torch.Tensor:
     """[B] of a token of padding, from what `read_padding` gives; no target, hidden and zero where nobody has one."""
     if len(padding):
         return torch.from_numpy(padding.copy()).view(torch.uint8)[: sum(fields.sizes)]
-    values = [(IGNORED if one.name in TARGETS else 0, one) for one in fields.per_token]
-    return torch.cat(
-        [
-            torch.full((one.bytes // one.dtype.itemsize,), value, dtype=one.dtype).view(torch.uint8)
-            for value, one in values
-        ]
-    )
+    of_fields = []
+    for one in fields.per_token:
+        value = IGNORED if one.name in TARGETS else 0
+        of_fields.append(torch.full((one.bytes // one.dtype.itemsize,), value, dtype=one.dtype).view(torch.uint8))
+    return torch.cat(of_fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,10 +203,8 @@ def move_documents(
 ) -> list[Moved]:
     """Carry out what was dealt. Collective: every rank calls it for the same step.
 
-    Args:
-        batches: this rank's micro-batches in the order of the step.
-        fields: of all of them, on all ranks.
-        padding: what tokens of padding hold, on all ranks.
+    `batches`: this rank's micro-batches in the order of the step; `fields` of all of them and what tokens of padding
+    hold are the same on all ranks.
     """
     rank, step, pieces = gatherer.rank, documents.step, dealt.pieces
     goes_on = pieces.end < step.length[pieces.document]

@@ -67,9 +67,6 @@ class Learned:
     non_attention: NonAttention | None = None
 
 
-NOTHING_LEARNED = Learned()
-
-
 class Plans:
     def __init__(
         self,
@@ -80,14 +77,10 @@ class Plans:
         cost: Profile,
         counts: CallCounts,
         crew: Crew,
-        learned: Learned = NOTHING_LEARNED,
-        aside: torch.cuda.Stream | None = None,
+        learned: Learned,
+        aside: torch.cuda.Stream | None,
     ) -> None:
-        """What every micro-batch of the session has in common.
-
-        `crew`: replaced where servers change; `aside`: the stream on which served tasks run beside local ones, if they
-        do.
-        """
+        """`crew`: replaced where servers change; `aside`: the stream on which served tasks run beside local ones."""
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.counts, self.crew, self.learned, self.aside = cost, counts, crew, learned, aside
         self._speeds_at_start = crew.speeds
@@ -107,9 +100,7 @@ class Plans:
     ) -> MicroBatch:
         """A micro-batch of all replicas, planned for layers of the given kinds. Runs on the look-ahead thread.
 
-        `announcements`: of all ranks; `keys`: how many layers there are of each kind; `model`: which of those that
-        have CAD trains it; `backward`: whether one follows its forward.
-        """
+        `announcements`: of all ranks; `keys`: how many layers there are of each kind; `model`: its number."""
         # One look: servers may change meanwhile, and then the micro-batch is planned again before it is used.
         crew = self.crew
         announcements = of_replicas(announcements, self.gatherer.shares)

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +74,9 @@ class StepAhead:
         except CADError as error:
             # Raised when the step is due: the one before is still to be trained, on every rank.
             feed.fail_later(error)
-            return partial(_raise, error)
+            failed: Future[list[Any]] = Future()
+            failed.set_exception(error)
+            return failed.result
         if not batches:
             feed.worker.submit(lambda: feed.gather_step(at, np.zeros(0, np.int64)))
             return None
@@ -113,13 +114,9 @@ class StepAhead:
     # On the look-ahead thread
 
     def _arrange(
-        self,
-        at: tuple[int, int, int],
-        batches: list[Any],
-        announcements: list[Announcement],
-        keys: dict[PlanKey, int],
+        self, at: tuple[int, int, int], batches: list[Any], announcements: list[Announcement], keys: dict[PlanKey, int],
         deals: bool,
-    ) -> Arranged:
+    ) -> Arranged:  # fmt: skip
         feed = self.feed
         with feed.between_collectives("the documents of a step"):
             fields, padding = self._fields(batches, announcements) if deals else (None, None)
@@ -136,14 +133,9 @@ class StepAhead:
         return moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number)
 
     def _place(
-        self,
-        at: tuple[int, int, int],
-        batches: list[Any],
-        said: list[StepMessage],
-        fields: Fields | None,
-        keys: dict[PlanKey, int],
-        deals: bool,
-    ) -> tuple[list[Moved], Ints]:
+        self, at: tuple[int, int, int], batches: list[Any], said: list[StepMessage], fields: Fields | None,
+        keys: dict[PlanKey, int], deals: bool,
+    ) -> tuple[list[Moved], Ints]:  # fmt: skip
         """The micro-batches that this rank trains, in order, and the tokens that its loader gave in their places."""
         feed, replica = self.feed, self.feed.shares.replica
         as_loaded = [Moved(batch, {}) for batch in batches]
@@ -247,10 +239,6 @@ def announce(feed: Feed, batch: Any) -> None:
     except CADError as error:
         feed.fail(error)
     feed.announce(mine)
-
-
-def _raise(error: CADError) -> NoReturn:
-    raise error
 
 
 def _is_readable(batch: Any) -> bool:
