@@ -232,10 +232,8 @@ class Session:
     # Models and their loaders
 
     def open_feed(self, fingerprint: str, alternates: bool = True) -> Feed:
-        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks.
-
-        `alternates`: whether its layers can alternate nano-batches.
-        """
+        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks. `alternates`:
+        whether its layers can alternate nano-batches."""
         if not alternates:
             self.plans.in_one_part.add(len(self.feeds))
         self.feeds.append(Feed(self.plans, fingerprint, number=len(self.feeds)))
@@ -409,10 +407,8 @@ def current_session() -> Session | None:
 
 
 def open_session(config: CADConfig, device: torch.device, replica: Replica | None = None) -> Session:
-    """The session of this process: opened now, or the open one if its config is the same.
-
-    `replica`: see Session; None for an open one: as it is.
-    """
+    """The session of this process: opened now, or the open one if its config is the same. `replica`: see Session; None
+    for an open one: as it is."""
     if _sessions:
         if _sessions[-1].config != config:
             raise CADConfigError(

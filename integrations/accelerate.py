@@ -49,10 +49,8 @@ class CADPlugin(KwargsHandler):
 
 
 def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
-    """Every Accelerator from now on has the plugin, as if its script had passed it; gives what undoes this.
-
-    An Accelerator that was given another plugin raises CADConfigError.
-    """
+    """Every Accelerator from now on has the plugin, as if its script had passed it; gives what undoes this. An
+    Accelerator that was given another plugin raises CADConfigError."""
     setattr(Accelerator, _PLUGIN, plugin)
     return lambda: delattr(Accelerator, _PLUGIN)
 

@@ -47,20 +47,16 @@ Ints = npt.NDArray[np.int64]
 
 
 def find_borders(local: LocalSegments, batch: int, width: int) -> Ints:
-    """[pieces + 1] rows of the flattened batch at which state begins anew, and the end.
-
-    Every batch row begins anew and every document does. Padding behind a document goes on with its state, as in the
-    model itself; nobody reads it after.
-    """
+    """[pieces + 1] rows of the flattened batch at which state begins anew, and the end. Every batch row begins anew and
+    every document does. Padding behind a document goes on with its state, as in the model itself; nobody reads it
+    after."""
     begin = local.offset[local.end > local.begin]
     return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, begin]))
 
 
 class Borders:
-    """The pieces of one micro-batch on one rank, in the forms that layers and kernels want.
-
-    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
-    """
+    """The pieces of one micro-batch on one rank, in the forms that layers and kernels want. Not a dataclass: FSDP
+    rebuilds dataclasses among a layer's arguments to cast the tensors in them."""
 
     __slots__ = (
         "_gapped", "_on_device", "_whole", "apart", "arrived", "batch", "begin", "checked", "due", "spanning", "width",
@@ -210,10 +206,8 @@ class Probe:
 
 @torch.compiler.disable
 def find_way(run: Run, whole: Whole, like: torch.Tensor, ways: list[Way]) -> tuple[Way | None, list[str], bool]:
-    """The first of `ways` that keeps documents apart, why those before it do not, and whether that is certain.
-
-    None where no way does. Not certain: the layer shows no state now, so only DOCUMENTS, which needs no proof, is safe.
-    """
+    """The first of `ways` that keeps documents apart, why those before it do not, and whether that is certain. None
+    where no way does. Not certain: the layer shows no state now, so only DOCUMENTS, which needs no proof, is safe."""
     reasons: list[str] = []
     with _aside():
         probe = Probe(run, whole, like)

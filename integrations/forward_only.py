@@ -152,10 +152,8 @@ def install_worker_hooks(module: ModuleType) -> None:
 
 
 def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:
-    """From now on call `bind` for each other decoder of this class, before its first forward without gradients.
-
-    A session says which decoders it knows. Idempotent.
-    """
+    """From now on call `bind` for each other decoder of this class, before its first forward without gradients. A
+    session says which decoders it knows. Idempotent."""
 
     def call(original: Callable[..., Any], self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():

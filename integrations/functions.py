@@ -114,10 +114,8 @@ def cad_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V].
-
-    What ranks divide among them comes as DTensors, or as this rank's part: attention is that of its heads.
-    """
+    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]. What ranks divide
+    among them comes as DTensors, or as this rank's part: attention is that of its heads."""
     given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, **kwargs}
     if is_divided(query):
         given |= {"module": module, "attention_mask": attention_mask}
@@ -159,12 +157,10 @@ def attend_layer(
     sinks: torch.Tensor | None,
     others: Mapping[str, Any],
 ) -> torch.Tensor:
-    """O [B, S, H, V] of a layer, from q [B, H, S, D], k and v [B, K, S, D or V].
-
-    `run`: see function.attend; `others`: all else that the attention function received. Raises CADUnsupportedError for
-    what changes what attention computes, and CADError where there are more keys than queries. `is_causal` is not looked
-    at: models set it to False wherever a mask is given.
-    """
+    """O [B, S, H, V] of a layer, from q [B, H, S, D], k and v [B, K, S, D or V]. `run`: see function.attend; `others`:
+    all else that the attention function received. Raises CADUnsupportedError for what changes what attention computes,
+    and CADError where there are more keys than queries. `is_causal` is not looked at: models set it to False wherever a
+    mask is given."""
     if dropout:
         raise CADUnsupportedError(
             f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"

@@ -192,10 +192,8 @@ class CannotJoin(Exception):
 
 @dataclass(frozen=True)
 class RowCut:
-    """Between the tokens of one row, or between batch rows.
-
-    A nano-batch without rows runs on a stand-in, since models cannot run on none, and `join` drops it.
-    """
+    """Between the tokens of one row, or between batch rows. A nano-batch without rows runs on a stand-in, since models
+    cannot run on none, and `join` drops it."""
 
     batch: int
     width: int

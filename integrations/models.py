@@ -52,10 +52,8 @@ class Refusal(NamedTuple):
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly.
-
-    A model that passes every check but was never tried is accepted with a warning.
-    """
+    """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly. A model that passes every
+    check but was never tried is accepted with a warning."""
     kind = getattr(model.config, "model_type", "")
     part = text_part(model)
     for check in (_of_family, _of_layers, _of_modules, _of_interface, _of_scores):
@@ -228,11 +226,9 @@ def refuse_beside_chunks(session: Session) -> None:
 
 
 def refuse_checkpointing(decoder: nn.Module) -> None:
-    """Raise CADUnsupportedError for reentrant checkpointing of a mixture of experts.
-
-    `decoder`: the module whose layers are checkpointed. Reentrant checkpointing runs the first forward without
-    autograd, so the router's logits, which leave the layer on the side, lose the gradient of the auxiliary loss.
-    """
+    """Raise CADUnsupportedError for reentrant checkpointing of a mixture of experts. `decoder`: the module whose layers
+    are checkpointed. Reentrant checkpointing runs the first forward without autograd, so the router's logits, which
+    leave the layer on the side, lose the gradient of the auxiliary loss."""
     config = getattr(decoder, "config", None)
     if config is None or not is_mixture(config):
         return
@@ -249,12 +245,10 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
 
 
 def refuse_spanning(config: Any, state: str = "") -> None:
-    """Raise CADUnsupportedError if documents of this model must not span ranks.
-
-    `state`: why that of its layers cannot travel from rank to rank; empty where it can, or has none.
-    With the RoPE types "dynamic" and "longrope" the frequencies depend on the largest position in the batch, so the
-    parts of one document would be rotated differently on different ranks.
-    """
+    """Raise CADUnsupportedError if documents of this model must not span ranks. `state`: why that of its layers cannot
+    travel from rank to rank; empty where it can, or has none. With the RoPE types "dynamic" and "longrope" the
+    frequencies depend on the largest position in the batch, so the parts of one document would be rotated differently
+    on different ranks."""
     if state:
         raise CADUnsupportedError(
             f"a document begins on another rank than it ends, and {state}. Give every rank whole documents: cut none "

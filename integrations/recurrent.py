@@ -59,11 +59,9 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 def keep_whole(model: nn.Module) -> None:
-    """Tell ZeRO-3 to gather each of these layers as a whole; before the engine puts its hooks on the model.
-
-    Run document by document, a layer calls its projections once per document, and ZeRO-3 would gather them as often: a
-    different number of times on each rank, which hangs.
-    """
+    """Tell ZeRO-3 to gather each of these layers as a whole; before the engine puts its hooks on the model. Run
+    document by document, a layer calls its projections once per document, and ZeRO-3 would gather them as often: a
+    different number of times on each rank, which hangs."""
     for module in find_recurrent(model).values():
         hooks = module._forward_pre_hooks.values()
         if not any(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks):
@@ -71,10 +69,8 @@ def keep_whole(model: nn.Module) -> None:
 
 
 class Ways:
-    """How the layers of one model are run, by kind; found out at their first forward.
-
-    Not a dataclass, as it travels with the borders among a layer's arguments.
-    """
+    """How the layers of one model are run, by kind; found out at their first forward. Not a dataclass, as it travels
+    with the borders among a layer's arguments."""
 
     def __init__(self, fail: Callable[[CADError], Any]) -> None:
         """`fail` stops all ranks with an error."""

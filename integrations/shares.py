@@ -32,10 +32,8 @@ _ULYSSES = "UlyssesSPAttentionHF"
 
 
 def find_replica(model: torch.nn.Module) -> Replica | None:
-    """The ranks with which this one divides the heads of a model; None: it has all of them.
-
-    Raises CADConfigError where parameters lie on a mesh of which it is not known what its axes divide.
-    """
+    """The ranks with which this one divides the heads of a model; None: it has all of them. Raises CADConfigError where
+    parameters lie on a mesh of which it is not known what its axes divide."""
     if not dist.is_initialized():
         return None
     mesh = getattr(model, "_device_mesh", None)
@@ -67,9 +65,7 @@ def attend_locally(
     attend: Callable[..., tuple[torch.Tensor, None]], q: Any, k: Any, v: Any, sinks: Any, **given: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of this rank's heads of DTensors q [B, H, S, D], k and v [B, K, S, D]; gives a DTensor [B, S, H, V].
-
-    Raises CADUnsupportedError where something else than heads is divided.
-    """
+    Raises CADUnsupportedError where something else than heads is divided."""
     placements = q.placements
     if any(not (one.is_replicate() or one.is_shard(HEADS)) for one in placements):
         raise CADUnsupportedError(
@@ -88,10 +84,8 @@ def attend_locally(
 
 def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, sinks: torch.Tensor | None) -> None:
     """Raise CADUnsupportedError where a rank has query heads that belong to other KV heads than those that it has.
-
     query [B, H, S, D], key [B, K, S, D], sinks [H]. One KV head belongs to all; of several that every rank repeats
-    nobody says which are those of its queries.
-    """
+    nobody says which are those of its queries."""
     if sinks is not None and len(sinks) != query.shape[1]:
         raise CADUnsupportedError(
             f"{name_layer(module)} has {query.shape[1]} query heads on this rank and {len(sinks)} attention sinks, one "
@@ -123,11 +117,8 @@ def refuse_parts_of_heads(model: torch.nn.Module, shares: int) -> None:
 
 
 def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is.
-
-    `of_queries`: their placements. Where every rank has all of `x` but queries of its own, each knows a part of its
-    gradient.
-    """
+    """This rank's part of a DTensor; any other tensor as it is. `of_queries`: their placements. Where every rank has
+    all of `x` but queries of its own, each knows a part of its gradient."""
     if not is_divided(x):
         return x
     gradients = [
@@ -176,9 +167,7 @@ class PieceMask:
         value: torch.Tensor, **given: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Attention of a piece: query [B, H, S / T, D], key and value [B, K, S / T, D]; gives [B, S / T, H · D].
-
-        `attend`: attention of all tokens and some heads.
-        """
+        `attend`: attention of all tokens and some heads."""
         # A copy: other models of this process keep theirs, and so does this one without CAD.
         around = copy.copy(self.binding.ulysses)
 

@@ -143,10 +143,8 @@ def _count(loader: Any) -> int | None:
 
 
 def wrong_loss(trainer: Any, count: Any) -> str:
-    """Why a Trainer's loss is not divided by the targets of all ranks; empty where it may be.
-
-    `count`: the targets of a step, as the Trainer counted them.
-    """
+    """Why a Trainer's loss is not divided by the targets of all ranks; empty where it may be. `count`: the targets of a
+    step, as the Trainer counted them."""
     if not getattr(trainer.args, "average_tokens_across_devices", False):
         return "average_tokens_across_devices is off, so each rank divides by its own tokens"
     if count is None:

@@ -341,10 +341,8 @@ def _hook(binding: Binding, part: str, run: Callable[..., Any]) -> Callable[...,
 
 
 def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = None) -> Binding:
-    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent.
-
-    `replica`: the ranks that divide its heads; None: those that its parameters say.
-    """
+    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent. `replica`: the ranks
+    that divide its heads; None: those that its parameters say."""
     inner = structure.find_model(model)
     models.refuse_model(inner)
     replica = replica or find_replica(inner)

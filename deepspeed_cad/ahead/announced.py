@@ -22,10 +22,8 @@ from deepspeed_cad.shares import Shares
 
 
 def of_replicas(announcements: Sequence[Announcement], shares: Shares) -> list[Announcement]:
-    """[replicas] of the announcements of all ranks, in their order.
-
-    Raises CADDataError, the same on every rank, where ranks of a replica were given different micro-batches.
-    """
+    """[replicas] of the announcements of all ranks, in their order. Raises CADDataError, the same on every rank, where
+    ranks of a replica were given different micro-batches."""
     if shares.count == 1:
         return list(announcements)
     each = []
@@ -117,10 +115,8 @@ class StepDocuments:
 
 
 def to_documents(said: Sequence[StepMessage], padded: bool) -> StepDocuments:
-    """The documents of a step of all ranks, which have as many micro-batches each.
-
-    `padded`: what may move are the samples of a batch, the padding behind each left out, and not single documents.
-    """
+    """The documents of a step of all ranks, which have as many micro-batches each. `padded`: what may move are the
+    samples of a batch, the padding behind each left out, and not single documents."""
     columns: list[tuple[Ints, ...]] = []
     count = 0
     for rank, message in enumerate(said):

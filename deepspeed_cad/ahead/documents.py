@@ -70,11 +70,9 @@ class _Source(NamedTuple):
 
 
 def read_documents(given: Mapping[str, Any]) -> Announcement:
-    """This rank's segments, from whatever the forward is given.
-
-    A document whose positions begin above 0 in the first row goes on from another rank. Raises CADDataError where
-    arguments contradict themselves or each other, and CADUnsupportedError for a mask that is not one of documents.
-    """
+    """This rank's segments, from whatever the forward is given. A document whose positions begin above 0 in the first
+    row goes on from another rank. Raises CADDataError where arguments contradict themselves or each other, and
+    CADUnsupportedError for a mask that is not one of documents."""
     batch, width = batch_shape(given)
     if batch * width == 0:
         # Models cannot run on no tokens: they get one row of padding, see integrations.
@@ -205,10 +203,8 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
 
 def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[np.int8]:
     """What the rows are by a mask [batch or 1, heads, tokens, tokens]: True or 0 shows a key, False or HIDING hides it.
-
     Documents are read beside the diagonal, and the whole mask is compared with the one that they make. On the mask's
-    own device, a number of queries at a time.
-    """
+    own device, a number of queries at a time."""
     what = f"of shape {list(mask.shape)}"
     if mask.shape[0] not in (1, batch) or mask.shape[2:] != (width, width) or 0 in mask.shape:
         raise _refuse_ready_made(what, f"the micro-batch is [{batch}, {width}]")

@@ -34,11 +34,9 @@ class Feed:
     """The micro-batches of one model, in the order in which it trains them."""
 
     def __init__(self, plans: Plans, fingerprint: str, number: int | None = 0) -> None:
-        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one.
-
-        None for a model that is only looked at, such as a reference: ranks may have other ones of these, so it gets a
-        number when all ranks first run it together.
-        """
+        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one. None
+        for a model that is only looked at, such as a reference: ranks may have other ones of these, so it gets a number
+        when all ranks first run it together."""
         self.plans, self.fingerprint, self.number = plans, fingerprint, number or 0
         self._numbered = number is not None
         self.gatherer, self.worker, self.config = plans.gatherer, plans.worker, plans.config
@@ -91,9 +89,7 @@ class Feed:
 
     def begin_epoch(self, at_once: int = 1) -> None:
         """The loader starts again: what was announced but not trained is dropped, here and on the other ranks.
-
-        `at_once`: as many micro-batches may be drawn before the first of them is trained, those of a step.
-        """
+        `at_once`: as many micro-batches may be drawn before the first of them is trained, those of a step."""
         self._drop_next(len(self._ahead))
         self._epoch += 1
         self._index = self._step = self._given_out = 0
@@ -266,10 +262,8 @@ class Feed:
         raise error
 
     def fail_later(self, error: CADError) -> None:
-        """This rank will stop after what it announced so far: the other ranks learn why at their next collective.
-
-        An ending process gives them a little time for that (`Worker.close`).
-        """
+        """This rank will stop after what it announced so far: the other ranks learn why at their next collective. An
+        ending process gives them a little time for that (`Worker.close`)."""
         self.gatherer.liveness.announce(str(error))
 
         def job() -> None:
@@ -287,10 +281,8 @@ class Feed:
 
     @contextmanager
     def between_collectives(self, what: str) -> Iterator[None]:
-        """What this rank does on the look-ahead thread while the others go on to the next collective.
-
-        An error here is told to them at once: this rank's part of that collective will be missing.
-        """
+        """What this rank does on the look-ahead thread while the others go on to the next collective. An error here is
+        told to them at once: this rank's part of that collective will be missing."""
         try:
             yield
         except Exception as error:

@@ -159,13 +159,11 @@ class Gatherer:
         state: State = State.GOING,
         model: str = "",
     ) -> list[Said]:
-        """What every rank of the job says about a subject, this one included; runs on the look-ahead thread.
-
-        `subject`: compared; a rank that is at another one ends this in an error on all ranks. `payload`: whole numbers,
-        as many as a rank likes; `value`: one that needs none. `state`: whether this rank goes on. `model`: fingerprint,
-        compared. Raises CADDataError where some rank failed, with its reason, and CADPeerError where ranks differ in
-        version, configuration, subject or model, or died.
-        """
+        """What every rank of the job says about a subject, this one included; runs on the look-ahead thread. `subject`:
+        compared; a rank that is at another one ends this in an error on all ranks. `payload`: whole numbers, as many as
+        a rank likes; `value`: one that needs none. `state`: whether this rank goes on. `model`: fingerprint, compared.
+        Raises CADDataError where some rank failed, with its reason, and CADPeerError where ranks differ in version,
+        configuration, subject or model, or died."""
         if self.broken is not None:
             raise type(self.broken)(str(self.broken))
         mine = np.zeros(0, np.int64) if payload is None else payload

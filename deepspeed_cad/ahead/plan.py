@@ -190,11 +190,9 @@ class Plans:
         return cost if gathered.backward else cost.of_forward(FORWARD_SHARE)
 
     def step_costs(self, documents: StepDocuments, keys: Mapping[PlanKey, int], model: int) -> Costs:
-        """What the documents of a step cost, in the unit of the profile: attention, and all else by the token.
-
-        What is not attention is measured while training; before that, and where plans count pairs, it is taken for
-        LINEAR_PAIRS a token.
-        """
+        """What the documents of a step cost, in the unit of the profile: attention, and all else by the token. What is
+        not attention is measured while training; before that, and where plans count pairs, it is taken for LINEAR_PAIRS
+        a token."""
         # Before the first forward no kind of layer is known. In chunks a row reads at most what it does in a window.
         kinds = [
             (self.cost.cost_for(key.shape), key.window or key.chunk, layers * key.shape.groups)
@@ -228,11 +226,9 @@ class Plans:
     def exchange_memory(
         self, limit: Limit, rows: Callable[[HeadShape], RowBytes], ticks: int = 1
     ) -> ExchangeMemory | None:
-        """What the exchanges of a micro-batch may need at once; None where nobody looks after that.
-
-        `limit`: as all ranks knew it when the micro-batch was gathered; `rows`: what travels of each row; `ticks`:
-        nano-batches, which have memory of their own.
-        """
+        """What the exchanges of a micro-batch may need at once; None where nobody looks after that. `limit`: as all
+        ranks knew it when the micro-batch was gathered; `rows`: what travels of each row; `ticks`: nano-batches, which
+        have memory of their own."""
         memory = self.learned.memory
         return None if memory is None else ExchangeMemory(
             limit.size / ticks, limit.source, limit.most / ticks, rows, self.config.granularity, ticks,

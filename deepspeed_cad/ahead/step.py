@@ -54,10 +54,8 @@ class StepAhead:
         self._said: set[str] = set()
 
     def submit(self, batches: list[Any], ended: bool = False) -> Due | None:
-        """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended.
-
-        Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
-        """
+        """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended. Every
+        rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`."""
         feed = self.feed
         # What all ranks do alike must not depend on how many micro-batches this one has.
         together = feed.replicas > 1 and ((self.accumulation > 1 and feed.orders) or feed.deals)
@@ -196,11 +194,9 @@ class StepAhead:
 
 
 def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "") -> None:
-    """Decide whether documents of a model are dealt out before steps.
-
-    `unknown`: why nobody knows that it gives the same; `"documents": "deal"` says that it does. `wrong`: why it would
-    give something else. Empty where there is no such reason.
-    """
+    """Decide whether documents of a model are dealt out before steps. `unknown`: why nobody knows that it gives the
+    same; `"documents": "deal"` says that it does. `wrong`: why it would give something else. Empty where there is no
+    such reason."""
     asked = feed.config.documents
     if feed.replicas == 1 or not feed.config.look_ahead or asked not in ("auto", "deal"):
         return
