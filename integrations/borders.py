@@ -169,53 +169,24 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 """Runs the layer on hidden states [B, S, D], each batch row one document."""
 
 
-class Probe:
-    """One layer under test."""
-
-    def __init__(self, run: Run, whole: Whole, like: torch.Tensor) -> None:
-        """`like`: hidden states [B, S, D] of the kind that the layer gets."""
-        self.run, self.borders = run, Borders.of_lengths(LENGTHS)
-        self.dtype = like.dtype
-        first, second = LENGTHS
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(2 * first + second, like.shape[-1], generator=generator)
-        one, other, last = drawn.to(like.device, like.dtype).split([first, first, second])
-        one, other = LOUD * one, LOUD * other
-        self.rows, self.changed = torch.cat([one, last])[None], torch.cat([other, last])[None]
-        self.expected = [whole(document[None]) for document in (one, last)]
-        self.largest = float(self.expected[1].abs().max())
-        leak = self._change(whole(self.rows), whole(self.changed))
-        self.is_blind = not leak > VISIBLE * self.largest
-
-    def fails(self, way: Way) -> str:
-        """Why a way is wrong; empty where it is right."""
-        got, again, changed = (self.run(way, self.borders, rows) for rows in (self.rows, self.rows, self.changed))
-        leak, noise = self._change(got, changed), self._change(got, again)
-        if not leak <= _NOISE * noise:
-            return f"a document changed by {leak / self.largest:.1e} of its largest value with the document before it"
-        for document, expected in zip(got.split(LENGTHS, dim=1), self.expected):
-            error = float((document - expected).abs().max() / expected.abs().max())
-            if not error <= _ALONE.get(self.dtype, 0.1):
-                return f"a document differs by {error:.1e} of its largest value from what it gives alone"
-        return ""
-
-    @staticmethod
-    def _change(one: torch.Tensor, other: torch.Tensor) -> float:
-        return float((one[:, LENGTHS[0] :] - other[:, LENGTHS[0] :]).abs().max())
-
-
 @torch.compiler.disable
 def find_way(run: Run, whole: Whole, like: torch.Tensor, ways: list[Way]) -> tuple[Way | None, list[str], bool]:
     """The first of `ways` that keeps documents apart, why those before it do not, and whether that is certain. None
     where no way does. Not certain: the layer shows no state now, so only DOCUMENTS, which needs no proof, is safe."""
     reasons: list[str] = []
+    first, second = LENGTHS
     with _aside():
-        probe = Probe(run, whole, like)
-        if probe.is_blind:
+        drawn = torch.randn(2 * first + second, like.shape[-1], generator=torch.Generator().manual_seed(0))
+        one, other, last = drawn.to(like.device, like.dtype).split([first, first, second])
+        rows, changed = (torch.cat([LOUD * loud, last])[None] for loud in (one, other))
+        alone = [whole(document[None]) for document in (LOUD * one, last)]
+        largest, borders = float(alone[1].abs().max()), Borders.of_lengths(LENGTHS)
+        if not _change(whole(rows), whole(changed)) > VISIBLE * largest:
             return Way.DOCUMENTS, ["its output does not show state yet"], False
         for way in ways:
             try:
-                reason = probe.fails(way)
+                got, again, after = (run(way, borders, one) for one in (rows, rows, changed))
+                reason = _why_wrong(got, again, after, alone, _ALONE.get(like.dtype, 0.1))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # what packages raise that do not know borders is of many kinds
@@ -224,6 +195,26 @@ def find_way(run: Run, whole: Whole, like: torch.Tensor, ways: list[Way]) -> tup
                 return way, reasons, True
             reasons.append(f"{way.name.lower()}: {reason}")
     return None, reasons, True
+
+
+def _change(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of what the second document gives."""
+    return float((one[:, LENGTHS[0] :] - other[:, LENGTHS[0] :]).abs().max())
+
+
+def _why_wrong(
+    got: torch.Tensor, again: torch.Tensor, changed: torch.Tensor, alone: list[torch.Tensor], most: float
+) -> str:
+    """Empty where what came out of two runs, and of one behind another first document, is right."""
+    leak, noise = _change(got, changed), _change(got, again)
+    if not leak <= _NOISE * noise:
+        share = leak / float(alone[1].abs().max())
+        return f"a document changed by {share:.1e} of its largest value with the document before it"
+    for document, expected in zip(got.split(LENGTHS, dim=1), alone):
+        error = float((document - expected).abs().max() / expected.abs().max())
+        if not error <= most:
+            return f"a document differs by {error:.1e} of its largest value from what it gives alone"
+    return ""
 
 
 @contextmanager

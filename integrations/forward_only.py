@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,7 @@ def follow(binding: Binding) -> None:
                     "that it never ran, so it cannot attend for them: turn CAD on for it with "
                     "deepspeed_cad.apply(model), or run it at least once on every rank"
                 )
-            looks.follows = looks.feed.follow(said)
+            looks.follows = looks.feed.follow(partial(list, said))
             # OpenRLHF's critic gives values of actions, or this.
             takes = inspect.signature(model.forward).parameters
             root_of(model)(**given, **({"return_output": True} if "return_output" in takes else {}))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.positions import Unread
-from deepspeed_cad.integrations.shares import PieceMask, attend_locally, is_divided, refuse_heads, to_local
+from deepspeed_cad.integrations.shares import PieceMask, attend_locally, refuse_heads, to_local
 from deepspeed_cad.integrations.structure import (
     default_attention,
     has_chunks,
@@ -24,6 +24,7 @@ from deepspeed_cad.integrations.structure import (
     name_layer,
 )
 from deepspeed_cad.integrations.verify import Alone, Check
+from torch.distributed.tensor import DTensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.attention.layer import LayerInput
@@ -117,7 +118,7 @@ def cad_attention(
     """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]. What ranks divide
     among them comes as DTensors, or as this rank's part: attention is that of its heads."""
     given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, **kwargs}
-    if is_divided(query):
+    if isinstance(query, DTensor):
         given |= {"module": module, "attention_mask": attention_mask}
         return attend_locally(cad_attention, query, key, value, s_aux, **given), None
     given["s_aux"] = s_aux = None if s_aux is None else to_local(s_aux)

@@ -7,7 +7,7 @@ hand to attention, or DeepSpeed's Ulysses around it. Out: a `Replica`, or None w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,9 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
         # Before it had meshes of several axes, transformers named none: that of tensor parallelism.
         return Replica(tuple(mesh.mesh.reshape(-1).tolist()))
     whole = any("FSDP" in type(module).__name__ for module in model.modules())
-    for mesh in _meshes(model):
+    meshes = [mesh] if mesh is not None else []
+    meshes += [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    for mesh in dict.fromkeys(meshes):
         names = tuple(mesh.mesh_dim_names or ())
         if any(name in TENSOR and size > 1 for name, size in zip(names, mesh.shape)):
             return replica_in(mesh, dist.get_rank())
@@ -54,11 +56,6 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
                 "deepspeed_cad.apply(model, ..., mesh=mesh) with the mesh of all ranks, its axes named"
             )
     return None
-
-
-def is_divided(x: Any) -> bool:
-    """Whether a tensor is a DTensor."""
-    return isinstance(x, DTensor)
 
 
 def attend_locally(
@@ -105,10 +102,11 @@ def refuse_parts_of_heads(model: torch.nn.Module, shares: int) -> None:
     for module in model.modules():
         for name in ("q_proj", "k_proj"):
             weight: Any = getattr(getattr(module, name, None), "weight", None)
-            if not hasattr(module, "head_dim") or not is_divided(weight):
+            size: Any = getattr(module, "head_dim", None)
+            if size is None or not isinstance(weight, DTensor):
                 continue
             axes = zip(weight.device_mesh.mesh_dim_names or (), weight.placements)
-            heads = weight.shape[0] // module.head_dim
+            heads = weight.shape[0] // size
             if heads % shares and any(axis in TENSOR and one.is_shard(0) for axis, one in axes):
                 raise CADUnsupportedError(
                     f"{shares} ranks divide {name} of {name_layer(module)}, which has {heads} heads: each rank must "
@@ -119,7 +117,7 @@ def refuse_parts_of_heads(model: torch.nn.Module, shares: int) -> None:
 def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is. `of_queries`: their placements. Where every rank has
     all of `x` but queries of its own, each knows a part of its gradient."""
-    if not is_divided(x):
+    if not isinstance(x, DTensor):
         return x
     gradients = [
         Partial() if own.is_replicate() and not other.is_replicate() else own
@@ -127,14 +125,6 @@ def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
     ]
     local: torch.Tensor = x.to_local(grad_placements=gradients)
     return local
-
-
-def _meshes(model: torch.nn.Module) -> Iterator[Any]:
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None:
-        yield mesh
-    found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    yield from dict.fromkeys(found)
 
 
 # Ulysses around CAD: it gives every rank all tokens of a few heads, and CAD attends. In evaluation documents are read

@@ -75,13 +75,15 @@ def _say(position: int) -> str:
 
 # Steps
 
+NO_PADDING: Ints = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class StepMessage:
     micro_batches: Sequence[Announcement]
     fields: int = 0
     """Digest of their per-token fields; 0 where its documents stay."""
-    padding: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    padding: Ints = field(default_factory=NO_PADDING.copy)
 
     def to_array(self) -> Ints:
         """Micro-batches, fields, and the lengths of padding and of each announcement; then all of these."""

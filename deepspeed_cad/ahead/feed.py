@@ -25,6 +25,9 @@ from deepspeed_cad.notice import name_ranks
 
 logger = logging.getLogger("deepspeed_cad")
 
+StepAt = tuple[int, int, int]
+"""Epoch, number of a step in it and of the step's first micro-batch."""
+
 
 class EpochOverError(CADPeerError):
     """This rank trains a micro-batch of an epoch that is over on another rank."""
@@ -123,22 +126,21 @@ class Feed:
 
         self.worker.submit(job)
 
-    def next_step(self) -> tuple[int, int, int]:
-        """Epoch, number of the next step and of its first micro-batch."""
+    def next_step(self) -> StepAt:
         step, self._step = self._step, self._step + 1
         return self._epoch, step, self._index
 
-    def gather_step(self, at: tuple[int, int, int], payload: Ints) -> list[Ints]:
+    def gather_step(self, at: StepAt, payload: Ints | None) -> list[Ints]:
         """What every rank says of a step; raises EpochOverError. Runs on the look-ahead thread."""
         epoch, step, index = at
         self._refuse_ended(epoch)
-        said = self._gather(Subject(What.STEP, self.number, epoch, step), payload if len(payload) else None)
+        said = self._gather(Subject(What.STEP, self.number, epoch, step), payload)
         self._note_end(said, epoch, index)
-        if len(payload):
+        if payload is not None:
             self._refuse_ended(epoch)
         return [one.payload for one in said]
 
-    def gather_first(self, at: tuple[int, int, int], mine: Announcement) -> list[Announcement]:
+    def gather_first(self, at: StepAt, mine: Announcement) -> list[Announcement]:
         """Every rank's first micro-batch of a step that was gathered. Runs on the look-ahead thread."""
         return self._gather_lengths(at[0], at[2], mine)
 
@@ -205,7 +207,7 @@ class Feed:
             self.plans.references += 1
             self.number, self._numbered = -self.plans.references, True
         subject = Subject(What.LOOK, self.number, index=self._looks)
-        return self._open_look(lambda: self._gather(subject, mine.to_array()))
+        return self.follow(lambda: self._gather(subject, mine.to_array()))
 
     def others_look(self) -> list[Said] | None:
         """What other ranks look at next, with any model, where this rank has no further forward without backward; None
@@ -215,10 +217,8 @@ class Feed:
         said = self._result(self.worker.submit(lambda: self._gather(subject, None)))
         return None if all(one.state == State.ENDED for one in said) else said
 
-    def follow(self, said: list[Said]) -> MicroBatch:
-        return self._open_look(lambda: said)
-
-    def _open_look(self, gather: Callable[[], list[Said]]) -> MicroBatch:
+    def follow(self, gather: Callable[[], list[Said]]) -> MicroBatch:
+        """The planned micro-batch of what ranks say that they look at."""
         keys = dict(self.keys)
         self._looks += 1
 
