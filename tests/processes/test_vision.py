@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
+import training
 from deepspeed_cad.integrations.model_table import SEEING
 from model_cases import NEW, known_kind
 from pool import WorkerPool
-from training import LINKS
 from vision_cases import MODELS, Document, Seeing, alone, make_document, pack, tiny_seeing
 
 import deepspeed_cad
@@ -17,18 +16,7 @@ from deepspeed_cad.errors import CADError
 
 DOCUMENTS = [[(150, 2, 1), (3, 0, 0), (39, 1, 0)], [(20, 0, 0), (40, 0, 0), (1, 0, 0), (60, 0, 0)]]
 """Of each rank: tokens of text, images, videos. The second rank sees nothing."""
-SETTINGS = {"granularity": 16, "tolerance": 0.02, "links": LINKS}
-
-
-def _weights(number: int, length: int) -> torch.Tensor:
-    return torch.randn(length, 96, generator=torch.Generator().manual_seed(1000 + number), dtype=torch.float64)
-
-
-def _run(model: torch.nn.Module, given: dict[str, torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Logits; gradients are left on the parameters."""
-    logits: torch.Tensor = model(**given, use_cache=False).logits[0]
-    (logits * weights).sum().backward()
-    return logits.detach()
+SETTINGS = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
 def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpoint: bool) -> dict[str, Any]:
@@ -39,39 +27,12 @@ def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpo
     of_rank: list[Document] = []
     for place, (length, images, videos) in enumerate(DOCUMENTS[rank % 2]):
         of_rank.append(make_document(case, reference, 10 * rank + place, length, images, videos))
-    weights = [_weights(10 * rank + place, document.length) for place, document in enumerate(of_rank)]
-    given = pack(case, of_rank, form)
-    for _ in range(2):
-        model.zero_grad()
-        logits = _run(model, given, torch.cat(weights))
-    expected = torch.cat([_run(reference, alone(one), own) for one, own in zip(of_rank, weights)])
-    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    seen = [name for name in gradients if "visual" in name or "vision" in name]
+    found = training.as_alone(model, reference, pack(case, of_rank, form), list(map(alone, of_rank)), forwards=2)
+    seen = [p for name, p in reference.named_parameters() if "vis" in name and p.grad is not None]
     assert bool(seen) == (rank % 2 == 0), "the first rank sees, and the second does not"
-    off = [
-        float((torch.zeros_like(p) if p.grad is None else p.grad).sub(gradients.get(name, 0)).abs().max()) / largest
-        for name, p in model.named_parameters()
-    ]
-    session = deepspeed_cad.current_session()
-    assert session is not None and session.transport is not None
-    return {
-        "logits": float((logits - expected).abs().max() / expected.abs().max()), "gradients": max(off),
-        "sent": session.transport.bytes_sent, "before": session.statistics.imbalance_before,
-        "after": session.statistics.imbalance,
-        "vision": {
-            getattr(module.config, "_attn_implementation", "")
-            for name, module in model.named_modules()
-            if ("visual" in name or "vision" in name) and hasattr(module, "config")
-        },
-    }  # fmt: skip
-
-
-def _check(found: list[dict[str, Any]], case: Seeing) -> None:
-    for one in found:
-        assert one["logits"] < case.tolerance and one["gradients"] < case.tolerance, found
-        assert "cad" not in one["vision"]
-    assert sum(one["sent"] for one in found) > 0 and found[0]["after"] < found[0]["before"]
+    towers = (module for name, module in model.named_modules() if "visual" in name or "vision" in name)
+    assert all(getattr(one.config, "_attn_implementation", "") != "cad" for one in towers if hasattr(one, "config"))
+    return found | training.figures()
 
 
 def _often(case: Seeing) -> Any:
@@ -87,7 +48,7 @@ def _need(case: Seeing) -> None:
 def test_images_in_some_documents(workers: WorkerPool, case: Seeing) -> None:
     """As ms-swift packs: positions of text, before those of the other axes where there are any."""
     _need(case)
-    _check(workers.run(_train, 2, case, "text", "local_first", False), case)
+    training.assert_moved(workers.run(_train, 2, case, "text", "local_first", False), case.tolerance)
 
 
 OF_AXES = next(case for case in MODELS if case.kind == "qwen2_5_vl")
@@ -105,7 +66,7 @@ DEEPSTACK = next(case for case in MODELS if case.kind == "qwen3_vl")
 def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, checkpoint: bool) -> None:
     """As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches."""
     _need(case)
-    _check(workers.run(_train, 2, case, form, overlap, checkpoint), case)
+    training.assert_moved(workers.run(_train, 2, case, form, overlap, checkpoint), case.tolerance)
 
 
 def _no_text_axis(rank: int, world: int) -> str:
