@@ -66,7 +66,8 @@ def _part(
     here = part.pop("rows")[0]
     if padding:
         part["attention_mask"] = torch.ones_like(part["input_ids"])
-        part = {name: torch.nn.functional.pad(part[name], (0, padding)) for name in part if name != "labels"}
+        given = ("input_ids", "position_ids", "attention_mask")
+        part = {name: torch.nn.functional.pad(part[name], (0, padding)) for name in given}
     return part, here
 
 
