@@ -12,7 +12,7 @@ import training
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 from test_dealt import BLOCK, SHORT, pad, rank_batches
-from trainers import losses_of, settings, start_anew, tokenizer, training_arguments, without_and_with
+from trainers import losses_of, start_anew, training_arguments, without_and_with
 
 import deepspeed_cad
 
@@ -90,37 +90,6 @@ def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, padded: bool) -> None
         assert before > 1.1 and after < (1.2 if padded else 1.05)
 
 
-def _sft(rank: int, world: int, folder: str) -> Any:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    data = Dataset.from_dict({"input_ids": [one.tolist() for one in _Samples(24).documents]})
-
-    def run(cad: bool) -> dict[str, Any]:
-        model = training.sdpa_llama(torch.float64)
-        model.loss_function = _loss
-        if cad:
-            deepspeed_cad.apply(model, BLOCK)
-        arguments = SFTConfig(
-            **settings(folder, per_device_train_batch_size=4, optim="sgd"), padding_free=True, max_length=None,
-            gradient_checkpointing=False, gradient_accumulation_steps=1, num_train_epochs=1,
-        )  # fmt: skip
-        return _run(SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer()))
-
-    return run(False), run(True)
-
-
-@pytest.mark.slow
-def test_trl(fresh_workers: WorkerPool, tmp_path: Any) -> None:
-    pytest.importorskip("trl")
-    for plain, dealt in fresh_workers.run(_sft, 2, str(tmp_path), timeout=140.0):
-        assert len(plain["losses"]) == 3 and dealt["losses"] == pytest.approx(plain["losses"], abs=2e-6)
-        for key, value in plain["weights"].items():
-            # TRL computes the loss in fp32, and one step changes weights by a hundredth of a gradient.
-            assert np.abs(dealt["weights"][key] - value).max() < 1e-9, key
-        assert np.mean(dealt["tokens"]) < np.mean(dealt["before"]) - 0.02
-
-
 def _prepared(cad: bool) -> dict[str, Any]:
     """Gradients of a loop with a prepared loader: from the second micro-batch on documents are dealt out."""
     from accelerate import Accelerator
@@ -158,17 +127,10 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
     """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
     deepspeed = import_deepspeed()
     found: dict[str, Any] = {}
-    for name in ("keep", "deal", "own loader"):
-        model = training.tiny_llama(torch.float32)
-        cad = {**BLOCK, "documents": "keep" if name == "keep" else "deal"}
-        given: dict[str, Any] = {}
-        if name == "own loader":
-            data = [one for other in ROWS for i, row in enumerate(other) for one in rank_batches([row], i)]
-            given = {"training_data": [{name: value[0] for name, value in one.items()} for one in data]}
-        config = engine_config(1, gradient_accumulation_steps=2, cad=cad)
-        engine, _, loader, _ = deepspeed.initialize(model=model, config=config, **given)
-        if name != "own loader":
-            loader = deepspeed_cad.current_session().look_ahead(rank_batches(ROWS[rank], 10 * rank), engine)
+    for name in ("keep", "deal"):
+        config = engine_config(1, gradient_accumulation_steps=2, cad={**BLOCK, "documents": name})
+        engine, *_ = deepspeed.initialize(model=training.tiny_llama(torch.float32), config=config)
+        loader = deepspeed_cad.current_session().look_ahead(rank_batches(ROWS[rank], 10 * rank), engine)
         steps: list[list[float]] = [[]]
         for _ in range(2):
             for batch in loader:
@@ -181,7 +143,7 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
         total = torch.tensor([sum(one) for one in steps if one])
         dist.all_reduce(total)
         statistics = deepspeed_cad.current_session().statistics
-        found[name] = {"losses": total.tolist(), "kind": type(loader).__name__, "tokens": statistics.tokens}
+        found[name] = {"losses": total.tolist(), "tokens": statistics.tokens}
         engine.destroy()
         start_anew()
     return found
@@ -190,7 +152,6 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_engine(fresh_workers: WorkerPool) -> None:
     for found in fresh_workers.run(_engine, 2, timeout=140.0):
-        assert len(found["keep"]["losses"]) == 3 and len(found["own loader"]["losses"]) == 3
+        assert len(found["keep"]["losses"]) == 3
         assert found["deal"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
         assert found["deal"]["tokens"] < found["keep"]["tokens"] - 0.1
-        assert found["own loader"]["kind"] == "LookAheadLoader"
