@@ -104,6 +104,22 @@ def step_entry(loss: torch.Tensor) -> dict[str, Any]:
     return {"loss": float(loss.detach()), **({} if session is None else session.take_statistics("test").as_events())}
 
 
+def prepared_loop(accelerator: Any, model: Any, data: Any) -> list[dict[str, Any]]:
+    """The loop of Accelerate's documentation; gives what is logged of each micro-batch."""
+    loader = torch.utils.data.DataLoader(data, batch_size=1, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    found = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(step_entry(loss))
+    return found
+
+
 def unbalanced(steps: int, world: int, rows: int = 1) -> list[float]:
     """Max over mean of the ranks' query-key pairs in each step, from the lengths alone.
 

@@ -20,9 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 import deepspeed_cad
 from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.ahead.move_documents import Fields, move_documents, read_fields, read_padding
-from deepspeed_cad.ahead.step import find_random, settle
+from deepspeed_cad.ahead.step import StepAhead, find_random, settle
 from deepspeed_cad.planner.deal import Dealt
 from deepspeed_cad.shares import Replica, Shares
 
@@ -306,6 +307,13 @@ def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, 
     settle(feed, torch.nn.Linear(2, 2), unknown, wrong)
     assert feed.deals == deals and ("why" in feed.stays) == (not deals and documents in ("auto", "deal"))
     assert ('"documents": "deal"' in feed.stays) == (documents == "auto" and bool(unknown))
+
+
+def test_documents_that_nobody_deals_out_for_want_of_a_loader_are_said_to_stay() -> None:
+    said = SimpleNamespace(deals=True, read_ahead=False, arranged="", stays="")
+    assert "no loader is read ahead" in Feed.in_words.fget(said)  # type: ignore[attr-defined]
+    StepAhead(said)  # type: ignore[arg-type]
+    assert Feed.in_words.fget(said) == ""  # type: ignore[attr-defined]
 
 
 def test_a_router_loss_and_shared_micro_batches_stay() -> None:

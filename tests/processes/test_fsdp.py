@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as home
 import training
 from pool import WorkerPool
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from trainers import (
     BEFORE,
@@ -23,6 +25,8 @@ from trainers import (
     unbalanced,
     without_and_with,
 )
+
+import deepspeed_cad
 
 WORLD = 2
 MICRO = 2
@@ -95,11 +99,6 @@ def _train(
     cad: bool, rank: int, world: int, way: str, late: bool = False, block: dict[str, Any] = BLOCK
 ) -> tuple[list[dict[str, Any]], int, int]:
     """An entry of every micro-batch, how often parameters were gathered, and how many operations were compiled."""
-    import torch.distributed.fsdp._fully_shard._fsdp_param_group as home
-    from torch._dynamo.utils import counters
-
-    import deepspeed_cad
-
     counters.clear()
     model = training.sdpa_llama()
     if cad and not late:
@@ -110,14 +109,8 @@ def _train(
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     rows = PackedRows(64)
-    found, calls = [], [0]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return gather(*args, **kwargs)
-
-    gather = home.foreach_all_gather
-    with mock.patch.object(home, "foreach_all_gather", counted):
+    found = []
+    with mock.patch.object(home, "foreach_all_gather", wraps=home.foreach_all_gather) as gather:
         for step in range(STEPS):
             for micro in range(MICRO):
                 loss = model(**collate([rows[(MICRO * step + micro) * world + rank]])).loss
@@ -125,25 +118,17 @@ def _train(
                 found.append(step_entry(loss))
             optimizer.step()
             optimizer.zero_grad()
-    return found, calls[0], counters["stats"]["calls_captured"]
+    for binding in deepspeed_cad.current_session().bindings.values() if cad and block != BLOCK else ():
+        assert ("FSDP wraps its layers" in binding.in_turn) == (way != "FSDP2, root"), binding.in_turn
+    return found, gather.call_count, counters["stats"]["calls_captured"]
 
 
 def _compare(rank: int, world: int) -> dict[str, Any]:
-    import deepspeed_cad
-
     found = {way: without_and_with(_train, rank, world, way) for way in WAYS}
     found |= {f"late {way}": without_and_with(_train, rank, world, way, late=True) for way in LATE}
     for way in INTERLEAVED:
-        reasons = []
-
-        def run(cad: bool, way: str = way, reasons: list[str] = reasons) -> Any:
-            made = _train(cad, rank, world, way, block={**BLOCK, "overlap": "interleave"})
-            bindings = deepspeed_cad.current_session().bindings.values() if cad else ()
-            reasons.extend(binding.in_turn for binding in bindings)
-            return made
-
-        found[f"interleaved {way}"] = without_and_with(run)
-        assert ("FSDP wraps its layers" in reasons[0]) == (way != "FSDP2, root"), reasons
+        block = {**BLOCK, "overlap": "interleave"}
+        found[f"interleaved {way}"] = without_and_with(_train, rank, world, way, block=block)
     return found
 
 

@@ -27,6 +27,7 @@ from trainers import (
     PackedRows,
     assert_same_and_balanced,
     collate,
+    prepared_loop,
     step_entry,
     training_arguments,
     without_and_with,
@@ -137,8 +138,7 @@ def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], fol
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             assert (grad - mean).abs().max() < 1e-10 * (1 + mean.abs().max()), name
         model.zero_grad()
-    session = deepspeed_cad.current_session()
-    return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
+    return training.figures() | {"line": deepspeed_cad.current_session().describe()}
 
 
 @pytest.mark.parametrize("make", [pytest.param(_loaded, marks=OLD), _sequence_parallel])
@@ -173,30 +173,17 @@ def _accelerate(cad: bool, folder: str) -> list[dict[str, Any]]:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DistributedType
     from deepspeed_cad.integrations.accelerate import CADPlugin
-    from torch.utils.data import DataLoader
 
-    model = _loaded(folder, torch.float32)
     accelerator = Accelerator(
         cpu=True, kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [],
         parallelism_config=ParallelismConfig(tp_size=SHARES, dp_shard_size=WORLD // SHARES),
     )  # fmt: skip
-    loader = DataLoader(PackedRows(STEPS * WORLD // SHARES), batch_size=1, collate_fn=collate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # On CPUs Accelerate would wrap it in DDP, where it leaves it as it is on GPUs.
     accelerator.state.distributed_type = DistributedType.MULTI_GPU
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    found = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(step_entry(loss))
-    return found
+    return prepared_loop(accelerator, _loaded(folder, torch.float32), PackedRows(STEPS * WORLD // SHARES))
 
 
-def _compare(rank: int, world: int, run: Callable[[bool, str], list[dict[str, Any]]], folder: str) -> list[Any]:
+def _compare(rank: int, world: int, run: Any, folder: str) -> list[Any]:
     from accelerate.parallelism_config import ParallelismConfig
 
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # it lets GPUs only
@@ -206,9 +193,7 @@ def _compare(rank: int, world: int, run: Callable[[bool, str], list[dict[str, An
 @pytest.mark.slow
 @OLD
 @pytest.mark.parametrize("run", [_trainer, _accelerate])
-def test_host_frameworks(
-    fresh_workers: WorkerPool, run: Callable[[bool, str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_host_frameworks(fresh_workers: WorkerPool, run: Any, tmp_path: Path) -> None:
     training.tiny_llama(torch.float32).save_pretrained(tmp_path)
     for plain, cad in fresh_workers.run(_compare, WORLD, run, str(tmp_path), timeout=140.0):
         assert_same_and_balanced(run.__name__, plain, cad)
