@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import training
+from deepspeed_cad.integrations.forward_only import install_worker_hooks
 from pool import WorkerError, WorkerPool
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaForCausalLM
 
 import deepspeed_cad
 
@@ -56,6 +59,47 @@ def _fsdp1(rank: int, world: int, late: bool) -> int:
 def test_fsdp1_with_unequal_numbers_of_batches(workers: WorkerPool, late: bool) -> None:
     """A rank that ran out calls the wrapper, which gathers parameters with the others."""
     assert workers.run(_fsdp1, 2, late) == 2 * [2 * (2 + 3)]
+
+
+class _Critic(LlamaForCausalLM):
+    """As OpenRLHF's: without its output it would need to know the actions."""
+
+    def forward(self, *args: Any, return_output: bool = False, **given: Any) -> Any:
+        assert return_output
+        return super().forward(*args, **given)
+
+
+class _Worker:
+    def execute_batch(self, run: Any, batches: list[Any]) -> list[torch.Tensor]:
+        return [run(one) for one in batches]
+
+
+def _experience(rank: int, world: int) -> int:
+    """What OpenRLHF's experience maker runs, in a worker that Ray has given a copy of what it inherits."""
+    copied = type("Copied", (), {"execute_batch": lambda self, *given: _Worker.execute_batch(self, *given)})
+    module: Any = ModuleType("openrlhf.trainer.ray.launcher")
+    module.BaseModelActor = _Worker
+    module.Critic = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=copied))
+    install_worker_hooks(module)
+    plain = training.tiny_llama()
+    model: Any = _Critic(plain.config).double()
+    model.load_state_dict(plain.state_dict())
+    deepspeed_cad.apply(model, TOGETHER)
+    mine = [training.documents([70 if rank else 9, 30], seed) for seed in range(1 + 2 * rank)]
+
+    def run(docs: list[torch.Tensor]) -> torch.Tensor:
+        batch = training.pack(docs)
+        del batch["labels"]
+        return model(**batch, return_output=True).logits[0]
+
+    with torch.no_grad():
+        for docs, found in zip(mine, copied().execute_batch(run, mine), strict=True):
+            assert (found - _alone(plain, docs)).abs().max() < 1e-10
+    return deepspeed_cad.current_session().forward_only.micro_batches
+
+
+def test_workers_of_openrlhf_with_unequal_numbers_of_batches(fresh_workers: WorkerPool) -> None:
+    assert fresh_workers.run(_experience, 2) == [3, 3]
 
 
 def _generate(rank: int, world: int, block: dict[str, Any]) -> None:
