@@ -99,7 +99,8 @@ def weighted(model: Any, documents: list[Any]) -> tuple[torch.Tensor, torch.Tens
     gradients."""
     logits = torch.cat([model(**one, use_cache=False).logits[0] for one in documents])
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    (logits * weights.to(logits.dtype)).sum().backward()
+    if logits.requires_grad:
+        (logits * weights.to(logits.dtype)).sum().backward()
     return logits.detach(), weights.to(logits.dtype)
 
 

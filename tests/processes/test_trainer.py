@@ -1,7 +1,11 @@
-"""The Hugging Face Trainer: a "cad" block in its DeepSpeed JSON, losses with and without CAD, log and callback."""
+"""The Hugging Face Trainer: a "cad" block in its DeepSpeed JSON, losses with and without CAD, log and callback; the
+plugin of axolotl, against a stand-in that makes the calls of its plugin manager."""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,26 +26,53 @@ from trainers import (
     zero,
 )
 
+import deepspeed_cad
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
+
 WORLD = 2
 
 
-def _trainer(
-    cad: bool, folder: str, kind: Any = None, rows: Any = None, stage: int | None = None, **changes: Any
-) -> Any:
-    """A Trainer on a new model, with CAD by its own key or by the JSON's."""
-    from transformers import Trainer
+def _axolotl() -> Any:
+    """Our plugin, imported as axolotl imports it."""
+    base: Any = ModuleType("axolotl.integrations.base")
+    base.BasePlugin = object
+    sys.modules |= {"axolotl": base, "axolotl.integrations": base, base.__name__: base}
+    return import_module("deepspeed_cad.integrations.axolotl").CADPlugin()
 
-    import deepspeed_cad
+
+def test_keys_of_the_yaml_of_axolotl() -> None:
+    plugin = _axolotl()
+    home, name = plugin.get_input_args().rsplit(".", 1)
+    assert getattr(sys.modules[home], name)(cad={"tolerance": 0.1}).cad == {"tolerance": 0.1}
+    plugin.pre_model_load({"cad": None, "sequence_parallel_degree": 1})
+    with pytest.raises(CADConfigError, match="did you mean"):
+        plugin.pre_model_load({"cad": {"tolerence": 0.1}})
+    with pytest.raises(CADUnsupportedError, match="context_parallel_size is 2"):
+        plugin.pre_model_load({"context_parallel_size": 2})
+
+
+def _trainer(
+    cad: bool, folder: str, kind: Any = None, rows: Any = None, stage: int | None = None, axolotl: bool = False,
+    **changes: Any,
+) -> Any:  # fmt: skip
+    """A Trainer on a new model, with CAD by its own key, by the JSON's or by that of axolotl's YAML."""
+    from transformers import Trainer
 
     model = training.sdpa_llama()
     if stage is not None:
         changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
-    elif cad:
+    elif cad and not axolotl:
         deepspeed_cad.apply(model, changes.pop("block", BLOCK))
-    return (kind or Trainer)(
+    made = (kind or Trainer)(
         model=model, args=training_arguments(folder, **{"max_steps": STEPS, **changes}), data_collator=collate,
         train_dataset=PackedRows(24) if rows is None else rows, eval_dataset=PackedRows(8, seed=50),
     )  # fmt: skip
+    if cad and axolotl:
+        yaml, plugin = {"cad": BLOCK, "sample_packing": True}, _axolotl()
+        plugin.pre_model_load(yaml)
+        plugin.post_trainer_create(yaml, made)
+        made.add_callback(*plugin.add_callbacks_post_trainer(yaml, made))
+    return made
 
 
 def _train(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
@@ -75,6 +106,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "ZeRO-1, accumulation": {"stage": 1, **ACCUMULATION},
     "ZeRO-2, evaluation": {"stage": 2, **EVALUATION},
     "ZeRO-3": {"stage": 3},
+    "axolotl": {"axolotl": True},
 }
 DDP: dict[str, dict[str, Any]] = {
     "DDP, accumulation with a rest, several epochs": {**ACCUMULATION, "gradient_accumulation_steps": 3},
@@ -96,6 +128,7 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dic
         for name, (plain, cad) in found.items():
             assert_same_and_balanced(name, plain, cad)
             assert any("eval_loss" in entry for entry in cad) == ("evaluation" in name)
+            assert ("cad/saved_s" in cad[-1]) == (name == "axolotl")
 
 
 def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -103,9 +136,6 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     from deepspeed_cad.integrations.callback import CADCallback
     from torch.utils.data import IterableDataset
     from transformers import Trainer
-
-    import deepspeed_cad
-    from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 
     def trainer(*args: Any, **changes: Any) -> Any:
         start_anew()
