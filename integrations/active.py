@@ -140,13 +140,9 @@ class ProcessCheck(ActivationCheck):
         parts = [one for one in model.modules() if isinstance(one, host.PreTrainedModel)]
         known = any(one in self._known for one in parts)
         self._known.update(parts)
-        if not known:
-            self._turn_on(model, must=trained and session is None)
-
-    def _turn_on(self, model: Any, must: bool) -> None:
         from deepspeed_cad.integrations.models import has_cad
 
-        if has_cad(model, must):
+        if not known and has_cad(model, must=trained and session is None):
             apply(model, self.config)
             self._opened = current_session()
 

@@ -4,10 +4,9 @@ run so that none crosses a border.
 In: the segments of this rank. Out: `Borders`, which ride on the micro-batch through the model as an argument of its
 layers, so that a recompute finds them too. `B` batch rows, `S` tokens of each, `T` = B · S.
 
-How is found out on the layer itself: the first `Way` that passes the probe. Of two tiny documents in a row, what the
-second gives must not change when the first does, and both must give what they give alone. Packages and versions differ
-in what they do with borders, so nothing is concluded from their names. The probe has random numbers of its own, runs
-without gradients and outside of checkpointing's recorders, and calls the layer equally often on every rank.
+How is found out on the layer itself, as packages and versions differ in what they do with borders: the first `Way` that
+passes the probe. Of two tiny documents in a row, what the second gives must not change when the first does, and both
+must give what they give alone. The probe has random numbers of its own, and calls the layer equally often everywhere.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Forwards without backward: which of them all ranks run together, and models that are only looked at.
 
-All ranks run them together with `"forward_only": "balanced"`, and by themselves where all ranks are known to run as
-many: inside a step or an evaluation of the Hugging Face Trainer, and for batches of a prepared loader of Accelerate
-that gives every rank as many. Generation is never shared: answers differ in length, or only one rank generates. A rank
-that ran out of batches attends for the others with a model that it calls by itself.
-
-References of a preference loss get CAD's attention by themselves: log-probabilities of two models can only be compared
-to the last bit if the same kernel computed them.
+All ranks run them together with `"forward_only": "balanced"`, and by themselves where all are known to run as many: in
+a step or an evaluation of the Hugging Face Trainer, and of a prepared loader of Accelerate that gives every rank as
+many batches. Generation is never shared: answers differ in length, or only one rank generates. References of a
+preference loss get CAD's attention by themselves: log-probabilities of two models can only be compared to the last bit
+if the same kernel computed them.
 """
 
 from __future__ import annotations

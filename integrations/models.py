@@ -91,8 +91,9 @@ def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
         yield Refusal("is_encoder_decoder is True", "an encoder and cross-attention do not fit causal documents")
     kind = getattr(config, "model_type", "")
     reason = REFUSED.get(kind)
-    parts = sorted(name for name in vars(config) if name.endswith("_config") and _is_config(getattr(config, name)))
-    other = [name for name in parts if name in ("text_config", "vision_config", "audio_config", "decoder_config")]
+    several = ("audio_config", "decoder_config", "text_config", "vision_config")
+    parts = {name: vars(config)[name] for name in several if name in vars(config)}
+    other = [name for name, part in parts.items() if isinstance(part, dict) or hasattr(part, "to_dict")]
     if other:
         yield Refusal(
             f"its config has {', '.join(other)}",
@@ -291,10 +292,6 @@ def describe(model: PreTrainedModel) -> str:
 
     fields = json.loads(json.dumps(model.config.to_dict(), default=plain), object_hook=stable)
     return f"{type(model).__name__} {json.dumps(fields, sort_keys=True)}"
-
-
-def _is_config(value: Any) -> bool:
-    return isinstance(value, dict) or hasattr(value, "to_dict")
 
 
 def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

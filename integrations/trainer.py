@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.forward_only import in_step, wrap_once
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
+from transformers.trainer_utils import has_length
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source
@@ -128,18 +129,11 @@ def _training_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 def _evaluation_loop(original: Callable[..., Any], self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     binding = _binding_of(self)
+    count = len(dataloader) if has_length(dataloader) else None
     # All ranks are here: the Trainer gathers their losses.
-    together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(_count(dataloader))
+    together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(count)
     with in_step() if together else nullcontext():
         return original(self, dataloader, *args, **kwargs)
-
-
-def _count(loader: Any) -> int | None:
-    """How many batches a loader has, where it knows."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def wrong_loss(trainer: Any, count: Any) -> str:

@@ -121,7 +121,6 @@ class Binding:
 
     @staticmethod
     def _switch(part: PreTrainedModel) -> None:
-        """Switch the attention name."""
         part.set_attn_implementation(NAME)
         for module in part.modules():
             config = getattr(module, "config", None) if "Attention" in type(module).__name__ else None

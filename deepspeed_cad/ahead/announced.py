@@ -110,11 +110,6 @@ class StepDocuments:
     begin: Ints
     end: Ints
 
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether a document goes on from one rank to the next: micro-batches then belong together across ranks."""
-        return bool((self.begin > 0).any())
-
 
 def to_documents(said: Sequence[StepMessage], padded: bool) -> StepDocuments:
     """The documents of a step of all ranks, which have as many micro-batches each. `padded`: what may move are the

@@ -86,8 +86,7 @@ class Feed:
         return counts[0] >= 0 and len(set(counts)) == 1
 
     def _ask_all(self, value: int) -> list[int]:
-        number, self._asked = self._asked, self._asked + 1
-        subject = Subject(What.LOADER, self.number, index=number)
+        subject, self._asked = Subject(What.LOADER, self.number, index=self._asked), self._asked + 1
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
     def begin_epoch(self, at_once: int = 1) -> None:
@@ -104,12 +103,8 @@ class Feed:
 
     def announce(self, mine: Announcement, backward: bool = True) -> None:
         """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
-        epoch, index, keys = self._epoch, self._next_index(), dict(self.keys)
-
-        def job() -> MicroBatch:
-            return self.plans.open(self._gather_lengths(epoch, index, mine), keys, self.number, backward)
-
-        self._ahead.append((mine, self.worker.submit(job)))
+        epoch, index = self._epoch, self._next_index()
+        self._ahead.append((mine, self._plan(lambda: self._gather_lengths(epoch, index, mine), backward)))
 
     def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
@@ -169,8 +164,8 @@ class Feed:
     @property
     def over(self) -> str:
         """Why the announced micro-batch that comes next cannot be trained, as far as this rank has heard; or ""."""
-        future = next((one for _, one in tuple(self._ahead)), None)
-        return str(future.exception() or "") if future is not None and future.done() else ""
+        coming = [one for _, one in tuple(self._ahead)[:1] if one.done()]
+        return str(coming[0].exception() or "") if coming else ""
 
     # What forwards say
 
@@ -219,14 +214,8 @@ class Feed:
 
     def follow(self, gather: Callable[[], list[Said]]) -> MicroBatch:
         """The planned micro-batch of what ranks say that they look at."""
-        keys = dict(self.keys)
         self._looks += 1
-
-        def job() -> MicroBatch:
-            every = [_announced(one) for one in gather()]
-            return self.plans.open(every, keys, self.number, backward=False)
-
-        return self._wait(self.worker.submit(job))
+        return self._wait(self._plan(lambda: [_announced(one) for one in gather()], backward=False))
 
     def _refuse_abandoned(self) -> None:
         if self.plans.abandoned:
@@ -305,7 +294,7 @@ class Feed:
         self.abandon(error)
 
     def _gather_now(self, mine: Announcement) -> Future[MicroBatch]:
-        subject, keys = Subject(What.FORWARD, self.number, index=self._forwards), dict(self.keys)
+        subject = Subject(What.FORWARD, self.number, index=self._forwards)
         self._forwards += 1
         self._unannounced += 1
         # Prepared loaders of Accelerate announce from the second micro-batch of an epoch on.
@@ -315,11 +304,11 @@ class Feed:
                 "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
             )
 
-        def job() -> MicroBatch:
-            said = self._gather(subject, mine.to_array())
-            return self.plans.open([_announced(one) for one in said], keys, self.number)
+        return self._plan(lambda: [_announced(one) for one in self._gather(subject, mine.to_array())])
 
-        return self.worker.submit(job)
+    def _plan(self, gather: Callable[[], list[Announcement]], backward: bool = True) -> Future[MicroBatch]:
+        keys = dict(self.keys)
+        return self.worker.submit(lambda: self.plans.open(gather(), keys, self.number, backward))
 
     def _next_index(self) -> int:
         index, self._index = self._index, self._index + 1

@@ -43,7 +43,7 @@ def initialize(
 
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     model = given.get("model")
-    if is_pipeline(model):
+    if any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
         from deepspeed_cad.pipeline.engine import initialize_pipeline
 
         return initialize_pipeline(original, config, args, kwargs)
@@ -85,11 +85,6 @@ def _bind_when_run(engine: Any, config: CADConfig, replica: Replica | None) -> N
             logger.info("CAD is on for an engine without an optimizer: %s", binding.session.describe())
 
     handle = engine.module.register_forward_pre_hook(before_forward)
-
-
-def is_pipeline(model: Any) -> bool:
-    """Whether a model is cut into stages by DeepSpeed."""
-    return any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__)
 
 
 def find_replica(engine: Any) -> Replica | None:
