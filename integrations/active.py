@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.forward_only import generates, install_generation_hooks, install_worker_hooks
+from deepspeed_cad.integrations.forward_only import generating, install_generation_hooks, install_worker_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -132,7 +132,7 @@ class ProcessCheck(ActivationCheck):
         if model in self._known:
             return
         trained = model.training and torch.is_grad_enabled()
-        if not trained and (self.config.forward_only == "local" or generates()):
+        if not trained and (self.config.forward_only == "local" or generating.get()):
             return
         if _waits_for_group():
             self._forwards_without += trained

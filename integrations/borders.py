@@ -57,10 +57,6 @@ class Borders:
     """The pieces of one micro-batch on one rank, in the forms that layers and kernels want. Not a dataclass: FSDP
     rebuilds dataclasses among a layer's arguments to cast the tensors in them."""
 
-    __slots__ = (
-        "_gapped", "_on_device", "_whole", "apart", "arrived", "batch", "begin", "checked", "due", "spanning", "width",
-    )  # fmt: skip
-
     def __init__(
         self,
         begin: Ints,
@@ -149,9 +145,6 @@ class Borders:
             found = torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
             self._on_device[what, device] = found
         return found
-
-
-# Which way a layer is run
 
 
 class Way(Enum):

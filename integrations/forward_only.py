@@ -32,7 +32,8 @@ logger = logging.getLogger("deepspeed_cad")
 _MARK = "__deepspeed_cad__"
 _in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
-_generates: ContextVar[bool] = ContextVar("deepspeed_cad_generates", default=False)
+generating: ContextVar[bool] = ContextVar("deepspeed_cadgenerating", default=False)
+"""`generate` of a model runs."""
 _roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Outermost wrappers of FSDP1 that ran."""
 _even_batch: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("deepspeed_cad_even_batch", default=None)
@@ -50,16 +51,11 @@ def wrap_once(owner: Any, name: str, run: Callable[..., Any]) -> None:
 
 def are_shared(session: Session, given: Mapping[str, Any]) -> bool:
     """Whether a forward without backward that is given this, and no cache, is run by all ranks together."""
-    if session.group_ranks == 1 or _generates.get():
+    if session.group_ranks == 1 or generating.get():
         return False
     even, ids = _even_batch.get(), given.get("input_ids")
     of_even_loader = even is not None and ids is not None and even() is ids
     return session.config.forward_only == "balanced" or _in_step.get() or of_even_loader
-
-
-def generates() -> bool:
-    """Whether `generate` of a model runs."""
-    return _generates.get()
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def install_generation_hooks(module: ModuleType) -> None:
     """Wrap `generate` of the module `transformers.generation.utils`. Idempotent."""
 
     def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        with in_step(_generates):
+        with in_step(generating):
             return original(self, *args, **kwargs)
 
     wrap_once(module.GenerationMixin, "generate", generate)
@@ -144,9 +140,6 @@ def install_worker_hooks(module: ModuleType) -> None:
     workers = [one.__ray_metadata__.modified_class for one in vars(module).values() if hasattr(one, "__ray_metadata__")]
     for cls in (module.BaseModelActor, *workers):  # Ray gave these copies of what they inherit
         wrap_once(cls, "execute_batch", execute_batch)
-
-
-# Models that are only looked at
 
 
 def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:

@@ -137,9 +137,6 @@ class _DynamoOff:
             set_eval_frame(None)
 
 
-# Why not
-
-
 def why_not_twice(decoder: nn.Module) -> str:
     """Why the decoder's forward cannot run twice at a time, each on a part of the tokens; empty where it can."""
     return next(_reasons(decoder), "")
@@ -181,9 +178,6 @@ def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
     config = getattr(decoder, "config", None)
     names = ("output_hidden_states", "output_router_logits")
     return any(getattr(config, name, False) if given.get(name) is None else given[name] for name in names)
-
-
-# Arguments cut, and what was returned for both parts joined
 
 
 class CannotJoin(Exception):

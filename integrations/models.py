@@ -82,9 +82,6 @@ def has_cad(model: PreTrainedModel, must: bool) -> bool:
     return True
 
 
-# The checks, from what a model is to what it contains
-
-
 def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

@@ -32,7 +32,8 @@ class PreparedIterator:
     """The batches of a prepared loader, announced from the second of an epoch on where the first was trained."""
 
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
-        self.loader, self._plain = loader, batches
+        self.loader, self.plain = loader, batches
+        """The batches, for somebody else to announce; only before the first was taken."""
         self._binding: Binding | None = None
         self._even = _gives_as_many(loader)
         self._counted = (0, 0)
@@ -51,10 +52,6 @@ class PreparedIterator:
         given_out(batch if self._even else None)
         return batch
 
-    def plain(self) -> Iterator[Any]:
-        """The batches, for somebody else to announce; only before the first was taken."""
-        return self._plain
-
     def drop(self) -> None:
         """Nothing more of this epoch is trained: what was announced is dropped, on every rank."""
         if self._binding is not None and self._binding.announcer is self:
@@ -66,7 +63,7 @@ class PreparedIterator:
         if binding is not None and binding.announcer is not None and binding.announcer.loader is self.loader:
             binding.announcer.drop()  # the epoch before was broken off, and its iterator is still there
         try:
-            first = next(self._plain)
+            first = next(self.plain)
         except StopIteration:
             return
         if binding is not None:
@@ -74,13 +71,13 @@ class PreparedIterator:
         yield first
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
         if binding is None or binding.announcer is not None or binding.forwards != self._counted[0] + 1:
-            yield from self._plain
+            yield from self.plain
         elif not binding.feed.agree_to_announce(_reads(binding, first)):
-            yield from self._plain
+            yield from self.plain
         else:
             binding.announcer = self
             try:
-                yield from LookAheadLoader(self.loader, binding.feed, batches=self._plain)
+                yield from LookAheadLoader(self.loader, binding.feed, batches=self.plain)
             finally:
                 # Also where the script breaks off: the iterator goes with its loop.
                 self.drop()
@@ -117,9 +114,6 @@ def _reads(binding: Binding, batch: Any) -> bool:
     except (CADError, AttributeError, TypeError):
         return False
     return binding.last_read is not None and mine.local.same_as(binding.last_read)
-
-
-# What does not go together with CAD
 
 
 def refuse_accelerator(accelerator: Any) -> None:

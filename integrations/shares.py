@@ -146,8 +146,6 @@ def find_ulysses(name: str) -> Any:
 class PieceMask:
     """Stands where layers that have a piece of the tokens expect a mask. Not a dataclass: see MaskDescriptor."""
 
-    __slots__ = ("binding", "inside", "window")
-
     def __init__(self, binding: Binding, inside: MaskDescriptor | None, window: int | None) -> None:
         """`inside`: the descriptor of all tokens; None: in evaluation."""
         self.binding, self.inside, self.window = binding, inside, window

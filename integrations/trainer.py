@@ -42,7 +42,7 @@ class _AheadIterator:
     def __init__(self, source: Iterator[Any], feed: Feed, accumulation: int) -> None:
         self.source = source
         # A prepared loader of Accelerate announces what it gives; here that is done by the step.
-        loader, batches = (source.loader, source.plain()) if isinstance(source, PreparedIterator) else (source, source)
+        loader, batches = (source.loader, source.plain) if isinstance(source, PreparedIterator) else (source, source)
         self._batches = Source(loader, batches)
         self.steps = StepAhead(feed, accumulation)
         self._buffer: deque[Any] = deque()

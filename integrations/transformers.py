@@ -150,7 +150,7 @@ class Binding:
             self.session.references.pop(decoder, None)
             self.remove()
             return {}
-        cached = structure.has_cache(given) or forward_only.generates()
+        cached = structure.has_cache(given) or forward_only.generating.get()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
         follows = self.follows is not None

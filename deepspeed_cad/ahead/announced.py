@@ -18,8 +18,6 @@ from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.planner.deal import Step
 from deepspeed_cad.shares import Shares
 
-# Replicas
-
 
 def of_replicas(announcements: Sequence[Announcement], shares: Shares) -> list[Announcement]:
     """[replicas] of the announcements of all ranks, in their order. Raises CADDataError, the same on every rank, where
@@ -72,8 +70,6 @@ def _shape(one: Announcement) -> str:
 def _say(position: int) -> str:
     return "padding" if position == PADDING else f"position {position} of a document"
 
-
-# Steps
 
 NO_PADDING: Ints = np.zeros(0, np.int64)
 

@@ -44,9 +44,6 @@ def pad(docs: list[torch.Tensor], side: str = "right") -> dict[str, torch.Tensor
     return {name: pad_sequence(rows, True, fill, side) for name, (rows, fill) in given.items()}
 
 
-# What travels
-
-
 def _rich(lengths: list[int], seed: int, padded: bool) -> dict[str, Any]:
     """A micro-batch with every kind of field; `name` tells each token from all others."""
     packed: dict[str, Any] = training.pack(training.documents(lengths, seed))
@@ -184,9 +181,6 @@ def test_what_cannot_travel_is_named() -> None:
         assert words in _reason(batch, **changes), words
 
 
-# Losses and gradients
-
-
 ONE_EACH = [[[300], [12]], [[20], [7, 5]], [[40], [90]], [[2], [3, 140]]]
 """[rank][micro-batch]: documents that no dealing of whole ones makes even."""
 
@@ -285,9 +279,6 @@ def test_order_inside_steps(
     (first, said), (second, nothing) = workers.run(_order, 2, spans, documents)
     assert (first, second, nothing) == (rank_0, rank_1, "")
     assert said.startswith("CAD is on: 2 ranks") and ("compare losses of whole steps" in said) == told
-
-
-# Refusals
 
 
 def _feed(documents: str) -> Any:

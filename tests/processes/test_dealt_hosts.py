@@ -117,8 +117,6 @@ def test_prepared_loader(fresh_workers: WorkerPool) -> None:
             assert np.abs(dealt[key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
 
 
-# DeepSpeed
-
 ROWS = [[[160, 70, 50], [80, 80], SHORT], [SHORT[:3], SHORT[:4], [60, 30]]]
 """[rank][micro-batch]."""
 

@@ -116,9 +116,6 @@ def test_pipelines(workers: WorkerPool, name: str) -> None:
     assert [one and (one.error, one.trained) for one in played] == [(None, 2 * case.accumulation)] * case.world
 
 
-# Servers that die, and trainers that go on
-
-
 def dying(what: str, turn: int = 1, layer: int | None = None, trainers: int = 2, servers: int = 2, wave: int = 0,
           **changes: Any) -> Case:  # fmt: skip
     """The last server dies; in the first layer of a backward, in the second of a forward."""
@@ -178,8 +175,6 @@ def test_a_server_comes_later(workers: WorkerPool, dies: bool) -> None:
         assert one.changes == 1 + dies and (dies or one.repeated == 0)
         assert len(one.load) == 4 - dies and one.load[-1] > 0.1 * max(one.load)
 
-
-# One error on every rank
 
 AT_THE_NEXT = ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"]
 ERRORS = {

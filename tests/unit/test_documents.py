@@ -95,8 +95,6 @@ def test_every_combination_means_what_it_says(cumulative: str, mask: str, data: 
     assert (seen_by(read_documents(given).local) == visible(truth if told else np.minimum(truth, 1))).all()
 
 
-# One at a time
-
 ON, LENGTHS_16 = torch.arange(16)[None], torch.tensor([0, 7, 10, 16], dtype=torch.int32)
 NUMBERS = torch.tensor([[1] * 7 + [2] * 3 + [3] * 6])
 BLOCKS = torch.from_numpy(np.tri(16, dtype=bool))[None, None] & (NUMBERS[:, None, None] == NUMBERS[:, None, :, None])

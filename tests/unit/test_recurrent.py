@@ -43,9 +43,6 @@ def _ways() -> dict[str, Way]:
     return {kind[0].__name__: way for kind, way in binding.ways.found.items()}
 
 
-# Where pieces begin
-
-
 @pytest.mark.parametrize(
     ("positions", "mask", "begin"),
     [
@@ -67,9 +64,6 @@ def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None
     found = find_borders(local, *array.shape)
     assert found.tolist() == begin
     assert Borders(found, *array.shape).are_batch_rows == (len(begin) == len(array) + 1)
-
-
-# Which way
 
 
 PATHS = {
@@ -145,9 +139,6 @@ def test_stock_leaks() -> None:
     """What the tests above would miss if they looked at nothing: without CAD documents see each other."""
     model, batch = _tiny("qwen3_5_text"), packed(ROW)
     assert difference(run(model, batch, ROW)[0], alone(model, batch, ROW)[0]) > 0.1
-
-
-# Batches, checkpointing, evaluation
 
 
 @pytest.mark.parametrize(
@@ -226,9 +217,6 @@ def test_evaluation(rank: int) -> None:
         session.rank = rank
         assert difference(run(model, batch, ROW)[0], expected) < 1e-10
         assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

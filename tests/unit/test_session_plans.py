@@ -106,8 +106,6 @@ def test_ranks_compare_costs_and_configuration(session: Session) -> None:
         other.close()
 
 
-# Forwards without backward
-
 WHOLE = HeadShape(32, 8, 128, 128, 2)
 COST = CostModel("H200", "seconds", 2.5e-11, 4e-9, 6e-9, 1e-7, byte_inside=2 / 360e9)
 """Reading a key costs as much as 240 pairs, in backward only."""
