@@ -17,12 +17,7 @@ import torch
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.positions import Unread
 from deepspeed_cad.integrations.shares import PieceMask, attend_locally, refuse_heads, to_local
-from deepspeed_cad.integrations.structure import (
-    default_attention,
-    has_chunks,
-    local_attention,
-    name_layer,
-)
+from deepspeed_cad.integrations.structure import default_attention, has_chunks, local_attention, name_layer
 from deepspeed_cad.integrations.verify import Alone, Check
 from torch.distributed.tensor import DTensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def _interleaved_class(cls: type[nn.Module]) -> type:
         if scope.binding.decoder() is not self or len(scope.micro_batch.ticks) == 1 or records(self, kwargs):
             return whole(*args, **kwargs)
         if scope.binding.in_turn is None:  # its first forward, when every wrapper is on it
-            _refuse(scope.binding, why_not_twice(self))
+            _refuse(scope.binding, next(why_not_twice(self), ""))
         if scope.binding.in_turn:
             return whole(*args, **kwargs)
         return _run_parts(whole, scope, scope.micro_batch, args, kwargs)
@@ -96,11 +97,11 @@ def _run_parts(
     seed = (torch.initial_seed() + (micro_batch.turn + 1) * _GOLDEN) % 2**63
     streams = RandomStream(device), RandomStream(device, seed)
     try:
-        with _DynamoOff() as dynamo:
+        with _dynamo_off() as seen:
 
             def run(part: int) -> Any:
                 running.set(replace(scope, part=part))
-                return dynamo.run(whole, (), {name: pair[part] for name, pair in pairs.items()})
+                return seen(whole, {name: pair[part] for name, pair in pairs.items()})
 
             states = ThreadState(device, streams[0]), ThreadState(device, streams[1])
             first, second = run_alternating(lambda: run(0), lambda: run(1), states)
@@ -117,32 +118,27 @@ def _run_parts(
     return whole(*args, **kwargs)
 
 
-class _DynamoOff:
-    """Keeps torch.compile's frame hook off inside, except in `run`: Dynamo looks at both runs of a compiled decoder and
-    not at what alternates them. It is off whenever nano-batches hand over."""
+@contextmanager
+def _dynamo_off() -> Iterator[Callable[..., Any]]:
+    """Keeps torch.compile's frame hook off inside, except in what is called by the function that it gives: Dynamo looks
+    at both runs of a compiled decoder and not at what alternates them. It is off whenever nano-batches hand over."""
+    hook = set_eval_frame(None)
 
-    def __enter__(self) -> _DynamoOff:
-        self._hook = set_eval_frame(None)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        set_eval_frame(self._hook)
-
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call with the hook as it was outside."""
-        set_eval_frame(self._hook)
+    def call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+        set_eval_frame(hook)
         try:
-            return function(*args, **kwargs)
+            return function(**given)
         finally:
             set_eval_frame(None)
 
+    try:
+        yield call
+    finally:
+        set_eval_frame(hook)
 
-def why_not_twice(decoder: nn.Module) -> str:
-    """Why the decoder's forward cannot run twice at a time, each on a part of the tokens; empty where it can."""
-    return next(_reasons(decoder), "")
 
-
-def _reasons(decoder: nn.Module) -> Iterator[str]:
+def why_not_twice(decoder: nn.Module) -> Iterator[str]:
+    """Why the decoder's forward cannot run twice at a time, each on a part of the tokens."""
     config = getattr(decoder, "config", None)
     # Each call of a layer gathers its parameters and gives them back, while the other nano-batch is inside.
     if any(hasattr(parameter, "ds_id") for parameter in decoder.parameters()):

@@ -28,7 +28,7 @@ def install_loader_hooks(module: ModuleType) -> None:
     wrap_once(module.DataLoaderShard, "__iter__", lambda original, self: PreparedIterator(self, original(self)))
 
 
-class PreparedIterator:
+class PreparedIterator(Iterator[Any]):
     """The batches of a prepared loader, announced from the second of an epoch on where the first was trained."""
 
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
@@ -39,9 +39,6 @@ class PreparedIterator:
         self._counted = (0, 0)
         """Training forwards, and those without backward that ranks ran together, before the first batch."""
         self._batches = self._announced()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:

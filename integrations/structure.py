@@ -113,21 +113,6 @@ def local_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     return run
 
 
-def masked_attention(module: nn.Module, eager: bool, **given: Any) -> Callable[..., torch.Tensor]:
-    """A function of q, k, v and a mask of bools that runs a model's own attention; `given` is what its layer passed.
-    Eager attention is taken where it is asked for, and for caps and sinks, of which no other knows."""
-    eager = eager or given.get("softcap") is not None or given.get("s_aux") is not None
-    run = local_attention(module, "eager" if eager else "sdpa")
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        if eager:
-            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
-        o: torch.Tensor = run(module, q, k, v, visible, **given)[0]
-        return o
-
-    return attend
-
-
 def mix_in(module: nn.Module, mixin: type) -> nn.Module:
     """Give a module a subclass of its own class with the mixin before it; gives the module. Idempotent."""
     if not isinstance(module, mixin):

@@ -36,7 +36,7 @@ def install_trainer_hooks(module: ModuleType) -> None:
         wrap_once(module.Trainer, run.__name__[1:], run)
 
 
-class _AheadIterator:
+class _AheadIterator(Iterator[Any]):
     """The batches of an epoch; a step that was read ahead is given out next."""
 
     def __init__(self, source: Iterator[Any], feed: Feed, accumulation: int) -> None:
@@ -48,9 +48,6 @@ class _AheadIterator:
         self._buffer: deque[Any] = deque()
         self._due: Due | None = None
         self._count = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         self._buffer.extend([] if self._buffer else self._take(1))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.structure import masked_attention
+from deepspeed_cad.integrations.structure import local_attention
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_cad.attention.layer import LayerInput
@@ -40,8 +40,6 @@ _SCORES = 2**27
 class Alone:
     """Stands where layers expect a mask while the decoder runs without CAD: each document attends on its own."""
 
-    nano_batch = None
-
     def __init__(self, documents: list[slice], window: int | None, original: str) -> None:
         self.documents, self.window, self.original = documents, window, original
 
@@ -50,13 +48,17 @@ class Alone:
     ) -> torch.Tensor:
         """O [B, S, H, V] by the attention that the model had; `given`: scaling, softcap, s_aux and what else it got."""
         batch, heads, width, _ = q_BHSD.shape
-        own = masked_attention(module, self.original == "eager", **given)
+        # Of caps and sinks no other attention knows.
+        eager = self.original == "eager" or given.get("softcap") is not None or given.get("s_aux") is not None
+        own = local_attention(module, "eager" if eager else "sdpa")
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         o = q.new_zeros(batch * width, heads, v.shape[2])
         for document in self.documents:
             for rows, keys, visible in visible_blocks(document, self.window, heads, q.device):
                 one = [x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
-                o[rows] = own(*one, visible[None, None])[0]
+                hidden = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+                hidden.masked_fill_(~visible, torch.finfo(q.dtype).min)
+                o[rows] = own(module, *one, (hidden if eager else visible)[None, None], **given)[0][0]
         return o.unflatten(0, (batch, width))
 
 

@@ -76,12 +76,7 @@ RIGHT: dict[str, Case] = {
     "1 + 1": loop(1, servers=1, batches=(3,)),
     "2 + 1, a stream": loop(servers=1, forms=("stream",)),
 }
-SELDOM = {
-    "streams, state": SLOW,
-    "interleaved, reentrant": LONG,
-    "3 + 3": SLOW,
-    "1 + 1": LONG,
-}
+SELDOM = {"streams, state": SLOW, "interleaved, reentrant": LONG, "3 + 3": SLOW, "1 + 1": LONG}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM.get(name, ())) for name in RIGHT])

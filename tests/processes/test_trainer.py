@@ -10,21 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 import training
 from engines import import_deepspeed
 from pool import WorkerPool
-from trainers import (
-    BLOCK,
-    STEPS,
-    PackedRows,
-    assert_same_and_balanced,
-    collate,
-    losses_of,
-    start_anew,
-    training_arguments,
-    without_and_with,
-    zero,
-)
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
@@ -60,15 +49,16 @@ def _trainer(
 
     model = training.sdpa_llama()
     if stage is not None:
-        changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
+        changes["deepspeed"] = {**trainers.zero(stage), **({"cad": trainers.BLOCK} if cad else {})}
     elif cad and not axolotl:
-        deepspeed_cad.apply(model, changes.pop("block", BLOCK))
+        deepspeed_cad.apply(model, changes.pop("block", trainers.BLOCK))
+    arguments = trainers.training_arguments(folder, **{"max_steps": trainers.STEPS, **changes})
     made = (kind or Trainer)(
-        model=model, args=training_arguments(folder, **{"max_steps": STEPS, **changes}), data_collator=collate,
-        train_dataset=PackedRows(24) if rows is None else rows, eval_dataset=PackedRows(8, seed=50),
+        model=model, args=arguments, data_collator=trainers.collate,
+        train_dataset=trainers.PackedRows(24) if rows is None else rows, eval_dataset=trainers.PackedRows(8, seed=50),
     )  # fmt: skip
     if cad and axolotl:
-        yaml, plugin = {"cad": BLOCK, "sample_packing": True}, _axolotl()
+        yaml, plugin = {"cad": trainers.BLOCK, "sample_packing": True}, _axolotl()
         plugin.pre_model_load(yaml)
         plugin.post_trainer_create(yaml, made)
         made.add_callback(*plugin.add_callbacks_post_trainer(yaml, made))
@@ -90,7 +80,7 @@ def _train(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
                 counted.append((None if items is None else int(items), int((inputs["labels"] != -100).sum())))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    trainer = _trainer(cad, folder, Counting, PackedRows(16), **changes)
+    trainer = _trainer(cad, folder, Counting, trainers.PackedRows(16), **changes)
     trainer.train()
     if changes.get("average_tokens_across_devices"):
         # The targets of all ranks, and of all micro-batches of a step.
@@ -118,7 +108,7 @@ DDP: dict[str, dict[str, Any]] = {
 
 def _compare(rank: int, world: int, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     import_deepspeed()
-    return {name: without_and_with(_train, folder, **case) for name, case in cases.items()}
+    return {name: trainers.without_and_with(_train, folder, **case) for name, case in cases.items()}
 
 
 @pytest.mark.slow
@@ -126,7 +116,7 @@ def _compare(rank: int, world: int, cases: dict[str, dict[str, Any]], folder: st
 def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dict[str, dict[str, Any]]) -> None:
     for found in fresh_workers.run(_compare, WORLD, cases, str(tmp_path), timeout=140.0):
         for name, (plain, cad) in found.items():
-            assert_same_and_balanced(name, plain, cad)
+            trainers.assert_same_and_balanced(name, plain, cad)
             assert any("eval_loss" in entry for entry in cad) == ("evaluation" in name)
             assert ("cad/saved_s" in cad[-1]) == (name == "axolotl")
 
@@ -138,7 +128,7 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     from transformers import Trainer
 
     def trainer(*args: Any, **changes: Any) -> Any:
-        start_anew()
+        trainers.start_anew()
         made = _trainer(True, folder, *args, **changes)
         made.add_callback(CADCallback())
         return made
@@ -151,7 +141,7 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     class Stream(IterableDataset):
         def __iter__(self):
-            yield from (PackedRows(16)[i] for i in range(16))
+            yield from (trainers.PackedRows(16)[i] for i in range(16))
 
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
         trainer(rows=Stream()).train()
@@ -163,9 +153,9 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     with pytest.raises(CADDataError, match='"look_ahead": 0'):
         trainer(Shortens).train()
-    shortened = trainer(Shortens, block={**BLOCK, "look_ahead": 0})
+    shortened = trainer(Shortens, block={**trainers.BLOCK, "look_ahead": 0})
     shortened.train()
-    assert len(losses_of(shortened.state.log_history)) == STEPS
+    assert len(trainers.losses_of(shortened.state.log_history)) == trainers.STEPS
     return final
 
 
@@ -188,7 +178,7 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
     )
 
     def run(out: str, cad: bool, resume: str | None = None) -> list[dict[str, Any]]:
-        start_anew()
+        trainers.start_anew()
         saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
         trainer = _trainer(cad, out, stage=3, **saving)
         trainer.train(resume_from_checkpoint=resume)
@@ -197,9 +187,9 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
     plain = run(f"{folder}/plain", cad=False)
     whole = run(folder, cad=True)
     again = run(folder, cad=True, resume=f"{folder}/checkpoint-3")
-    assert_same_and_balanced("in one go", plain, whole)
-    assert_same_and_balanced("resumed", plain, again)
-    assert losses_of(again) == pytest.approx(losses_of(whole), abs=1e-6)
+    trainers.assert_same_and_balanced("in one go", plain, whole)
+    trainers.assert_same_and_balanced("resumed", plain, again)
+    assert trainers.losses_of(again) == pytest.approx(trainers.losses_of(whole), abs=1e-6)
     assert '"cad"' not in open(f"{folder}/checkpoint-6/config.json").read()
 
 
