@@ -145,14 +145,19 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    return randomized(model).to(dtype)
+
+
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
+    """Give it other values, of which none is zero; with experts that know fp64."""
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the fused ones know no fp64
+        model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("sinks", "bias")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model.to(dtype)
+    return model
 
 
 def family(kind: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import training
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
@@ -40,6 +40,13 @@ class PackedRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: value[0] for name, value in self.rows[index].items()}
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __iter__(self) -> Any:
+        return iter([PackedRows(16)[i] for i in range(16)])
 
 
 def zero(stage: int) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from model_cases import FP32
+from model_cases import DELTA as PLAIN_DELTA
+from model_cases import FP32, randomized
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 IMAGE, VIDEO = 5, 6
@@ -29,11 +30,7 @@ CLIP: dict[str, Any] = {
 }  # fmt: skip
 AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 NARROW = {"head_dim": 8, "rope_parameters": {**AXES, "mrope_section": [2, 1, 1]}}
-DELTA = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "rope_parameters": {**AXES, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
-}  # fmt: skip
+DELTA = {**PLAIN_DELTA, "rope_parameters": {**AXES, "partial_rotary_factor": 1.0, "mrope_interleaved": True}}
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
@@ -91,14 +88,7 @@ def tiny_seeing(model: Seeing, dtype: torch.dtype = torch.float64) -> PreTrained
     )  # fmt: skip
     made: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
     made.set_attn_implementation("sdpa")
-    if hasattr(made, "set_experts_implementation"):
-        made.set_experts_implementation("eager")
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return made.to(dtype).train()
+    return randomized(made).to(dtype).train()
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,10 @@ import deepspeed_cad
 BEFORE, AFTER = "cad/tokens_max_over_mean_before", "cad/tokens_max_over_mean"
 
 
-class _Samples(torch.utils.data.Dataset):
-    """Documents of very different lengths."""
-
-    def __init__(self, documents: int) -> None:
-        pick = np.random.default_rng(0)
-        lengths = np.minimum(pick.lognormal(3.0, 1.2, documents).astype(int) + 2, 300)
-        self.documents = training.documents(lengths.tolist(), 0)
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.documents[index]
+def _samples(documents: int) -> Any:
+    """Documents of very different lengths, which are a data set."""
+    lengths = np.random.default_rng(0).lognormal(3.0, 1.2, documents).astype(int) + 2
+    return training.documents(np.minimum(lengths, 300).tolist(), 0)
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 1, **_: Any) -> torch.Tensor:
@@ -49,7 +40,7 @@ def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **ch
         deepspeed_cad.apply(model, cad)
     given = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
     # The last batch of an epoch has 3 documents on rank 0 and 2 on rank 1; one step has a single micro-batch.
-    data = {"train_dataset": _Samples(45), "eval_dataset": _Samples(8)}
+    data = {"train_dataset": _samples(45), "eval_dataset": _samples(8)}
     arguments = training_arguments(folder, **given, **changes)
     return Trainer(model=model, args=arguments, data_collator=pad if padded else training.pack, **data)
 
@@ -96,7 +87,7 @@ def _prepared(cad: bool) -> dict[str, Any]:
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK, documents="deal")] if cad else None)
-    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=training.pack)
+    data = torch.utils.data.DataLoader(_samples(32), batch_size=4, collate_fn=training.pack)
     model, loader = accelerator.prepare(training.sdpa_llama(torch.float64), data)
     for batch in loader:
         accelerator.backward(training.loss_sum(model, batch) / 100)

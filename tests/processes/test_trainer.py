@@ -124,7 +124,6 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dic
 def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     """The callback's figures; then what the Trainer's hook refuses, and batches that change on their way."""
     from deepspeed_cad.integrations.callback import CADCallback
-    from torch.utils.data import IterableDataset
     from transformers import Trainer
 
     def trainer(*args: Any, **changes: Any) -> Any:
@@ -139,13 +138,9 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     statistics = deepspeed_cad.current_session().statistics
     assert statistics.mean * world == pytest.approx(float(statistics.load.sum()))
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from (trainers.PackedRows(16)[i] for i in range(16))
-
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        trainer(rows=Stream()).train()
-    trainer(rows=Stream(), accelerator_config={"dispatch_batches": False}).train()
+        trainer(rows=trainers.Stream()).train()
+    trainer(rows=trainers.Stream(), accelerator_config={"dispatch_batches": False}).train()
 
     class Shortens(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
