@@ -118,9 +118,7 @@ class Session:
         self.parking = Parking(device) if config.keep == "host" else None
         """Where what attention keeps waits for backward; None: on the device."""
         self._kernels: dict[KernelNeed, Kernel] = {}
-        self.plans = Plans(
-            config, device, self.gatherer, self.worker, self.cost, self.counts, crew, self.learned, aside
-        )  # fmt: skip
+        self.plans = Plans(config, device, self.gatherer, self.worker, self.cost, self.counts, crew, learned, aside)
         self.whereabouts: Whereabouts | None = None
         if self.liveness is not None and crew.transport is not None:
             self.whereabouts = Whereabouts(

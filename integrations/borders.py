@@ -58,17 +58,11 @@ class Borders:
     rebuilds dataclasses among a layer's arguments to cast the tensors in them."""
 
     def __init__(
-        self,
-        begin: Ints,
-        batch: int,
-        width: int,
-        due: bool = False,
-        apart: bool = False,
-        spanning: Spanning | None = None,
+        self, begin: Ints, batch: int, width: int, due: bool = False, apart: bool = False, spanning: Any = None
     ) -> None:
         """`begin` as from `find_borders`; `due`: the sampled check looks at this micro-batch; `apart`: run every
         document alone, whatever kernels can do, to compare with; `spanning`: documents that lie on several ranks."""
-        self.spanning = spanning
+        self.spanning: Spanning | None = spanning
         self._whole: Borders | None = None
         self.begin, self.batch, self.width, self.due, self.apart = begin, batch, width, due, apart
         self.arrived = False

@@ -132,13 +132,10 @@ class WorkerPool:
         joined: bool = True,
         mortal: Collection[int] = (),
     ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
-        """Errors and results of every rank; a worker that died has the error ("Died", exit code).
-
-        `joined`: workers are in one process group; else `function` makes its own.
-        `once`: each worker ends after its answer, as the process of a script does, and closes its connections.
-        `mortal`: ranks that may die or be stopped, which is no reason to hurry the others. Those that are stopped are
-        killed when the others have answered.
-        """
+        """Errors and results of every rank; a worker that died has the error ("Died", exit code). `joined`: workers are
+        in one process group; else `function` makes its own. `once`: each worker ends after its answer, as the process
+        of a script does, and closes its connections. `mortal`: ranks that may die or be stopped, which is no reason to
+        hurry the others. Those that are stopped are killed when the others have answered."""
         started = list(range(len(self._workers), world))
         self._workers += [self._start(rank) for rank in started]
         for rank, (process, _) in enumerate(self._workers):

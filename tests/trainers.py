@@ -128,10 +128,8 @@ def prepared_loop(accelerator: Any, model: Any, data: Any) -> list[dict[str, Any
 
 
 def unbalanced(steps: int, world: int, rows: int = 1) -> list[float]:
-    """Max over mean of the ranks' query-key pairs in each step, from the lengths alone.
-
-    In step s rank r reads `rows` rows of PackedRows from row (s * world + r) * rows on.
-    """
+    """Max over mean of the ranks' query-key pairs in each step, from the lengths alone. In step s rank r reads `rows`
+    rows of PackedRows from row (s * world + r) * rows on."""
     pairs = [sum(n * (n + 1) // 2 for n in LENGTHS[i % len(LENGTHS)]) for i in range(steps * world * rows)]
     of_rank = np.array(pairs, float).reshape(steps, world, rows).sum(axis=2)
     return list(of_rank.max(axis=1) / of_rank.mean(axis=1))
@@ -149,9 +147,7 @@ def assert_same_and_balanced(
     name: str, plain: list[dict[str, Any]], cad: list[dict[str, Any]], losses: int = STEPS
 ) -> None:
     """Logs of a run without and with CAD: equal losses, of evaluations too, and attention balanced in every step.
-
-    `losses`: how many training losses both must have. The ranks' attention without CAD must be clearly unequal.
-    """
+    `losses`: how many training losses both must have. The ranks' attention without CAD must be clearly unequal."""
     assert len(losses_of(plain)) == losses, (name, plain)
     assert_same(losses_of(cad), losses_of(plain))
     evaluations = [[entry["eval_loss"] for entry in one if "eval_loss" in entry] for one in (cad, plain)]

@@ -108,11 +108,9 @@ def as_alone(
     model: Any, reference: Any, given: dict[str, Any], documents: list[Any], here: Any = ..., forwards: int = 1
 ) -> dict[str, float]:
     """How far a micro-batch is from its documents, each run alone by `reference`, as shares of the largest value.
-
     `given`: what the model gets, perhaps with padding behind; `here`: which of the documents' rows those are, of a
     stream that all ranks share, where gradients are summed over ranks; `...`: all are this rank's. `forwards`: plans of
-    the second one are made ahead of the layers.
-    """
+    the second one are made ahead of the layers."""
     reference.zero_grad()
     expected, weights = weighted(reference, documents)
     expected, weights = expected[here], weights[here]
@@ -151,9 +149,7 @@ def assert_moved(found: list[dict[str, Any]], within: float) -> None:
 
 def sums_of_all_ranks(loader: Any, model: torch.nn.Module, together: int) -> dict[str, Any]:
     """Losses and gradients of a loop without an optimizer, summed over ranks, and the shapes of this rank's rows.
-
-    `together`: micro-batches whose losses are added up.
-    """
+    `together`: micro-batches whose losses are added up."""
     losses, rows = [], []
     for batch in loader:
         loss = loss_sum(model, batch)

@@ -151,13 +151,7 @@ class Gatherer:
             )
 
     def gather(
-        self,
-        subject: Subject,
-        payload: Ints | None = None,
-        *,
-        value: int = 0,
-        state: State = State.GOING,
-        model: str = "",
+        self, subject: Subject, payload: Ints | None = None, value: int = 0, state: State = State.GOING, model: str = ""
     ) -> list[Said]:
         """What every rank of the job says about a subject, this one included; runs on the look-ahead thread. `subject`:
         compared; a rank that is at another one ends this in an error on all ranks. `payload`: whole numbers, as many as

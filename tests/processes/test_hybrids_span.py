@@ -76,11 +76,8 @@ def _train(
     dtype: torch.dtype = torch.float64, how: Any = None, lora: bool = False, kernel: str = "", **changes: Any,
 ) -> tuple[float, list[int], set[str]]:  # fmt: skip
     """How far streams are from their documents alone at most, in how many waves heads came, and which kernels got
-    borders.
-
-    `checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `changes`: of the block, and of
-    the model's config.
-    """
+    borders. `checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `changes`: of the
+    block, and of the model's config."""
     sizes = {name: changes.pop(name) for name in EIGHT_HEADS if name in changes}
     waves, divide, worst, calls = [], Spanning.heads, 0.0, []
 

@@ -99,9 +99,7 @@ def test_same_as_each_document_alone(
 
 def _engine(rank: int, config: dict[str, Any], single: bool) -> list[float]:
     """The loop of DeepSpeed's tutorial; gives the loss of each micro-batch, which a sequence group trains together.
-
-    `single`: each row is one document.
-    """
+    `single`: each row is one document."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter

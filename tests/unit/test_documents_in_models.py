@@ -8,12 +8,8 @@ import training
 from hybrids import difference
 from model_cases import NEW, family, tiny_model
 from told import FORMS, PADDED, alone, told
-from torch.distributed.utils import _apply_to_tensors
-from torch.utils._pytree import tree_map
 
 import deepspeed_cad
-from deepspeed_cad.attention.microbatch import MaskDescriptor
-from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.session import close_session
 
@@ -85,10 +81,3 @@ def test_labels_that_a_ready_made_mask_hides() -> None:
     batch["labels"][0, -1] = 3
     with pytest.raises(CADDataError, match=f"{PADDED} tokens from row 44 on are hidden by attention_mask.*-100"):
         model(**batch)
-
-
-def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:
-    """FSDP's mixed precision and DDP rebuild containers of tensors among arguments; a descriptor is none."""
-    descriptor = MaskDescriptor(None, 7, None, Modes())
-    assert _apply_to_tensors(lambda x: x, {"attention_mask": descriptor})["attention_mask"] is descriptor
-    assert tree_map(lambda x: x, [descriptor])[0] is descriptor

@@ -202,10 +202,8 @@ def test_checkpointing(checkpoint: str, kernels: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_evaluation(rank: int) -> None:
-    """Packed rows are right there too, although a cache is on by default; generation is left alone.
-
-    A layout of evaluation has one rank, whatever rank of the session evaluates.
-    """
+    """Packed rows are right there too, although a cache is on by default; generation is left alone. A layout of
+    evaluation has one rank, whatever rank of the session evaluates."""
     model, batch = _tiny("lfm2").eval(), packed(ROW)
     with torch.no_grad():
         expected = alone(model, batch, ROW)[0]
