@@ -127,42 +127,45 @@ def _run_kernel(
     first = next(iter(of_rows))
     groups = choose_groups([one.heads for one in of_rows.values()], spanning.widest)
     most = max(one.heads for one in of_rows.values())
-    slots = [one.by_group(groups) for one in of_rows.values()]
-    size = sum(one[0, 0].numel() * one.element_size() for one in slots)
-    heads = spanning.heads(groups, size, name_layer(layer))
+    home = [one.by_group(groups)[: len(spanning.rows)] for one in of_rows.values()]
+    size = sum(one.shape[2] * one.element_size() for one in home)
+    each = most // groups
 
     def run(share: Share, landed: list[torch.Tensor]) -> Any:
         call = dict(given)
         for (name, one), part in zip(of_rows.items(), landed):
-            call[name] = one.ungroup(part.unflatten(0, (share.end - share.begin, share.tokens)), groups)
+            heads_first = part.unflatten(0, (share.end - share.begin, share.tokens))
+            # A copy: landing memory is used again.
+            call[name] = one.ungroup(heads_first.transpose(0, 1), groups).clone(memory_format=torch.contiguous_format)
         for name in of_heads:
-            each = most // groups
             call[name] = tensors[name][share.begin * each : share.end * each]
         return own(*[call.pop(name) for name in placed], **call)
 
-    n, back = len(spanning.rows), []
-    for wave, *leaving in zip(heads.waves, *(heads.leave(one[:, :n]) for one in slots)):
-        landed = spanning.move(wave.way, layer, leaving)
+    rows_nGw: torch.Tensor | None = None
+    for wave in spanning.heads(groups, size, name_layer(layer)):
+        landed, home = spanning.gather(wave.schedule, layer, home)
         if not wave.shares:
             # Who runs no heads learns from one row what an output is like; what landed, nothing, stays in the graph.
-            landed = [torch.cat([one, own_rows[0, :1]]) for one, own_rows in zip(landed, slots)]
+            landed = [torch.cat([one, x.by_group(groups)[:1, 0]]) for one, x in zip(landed, of_rows.values())]
         runs = wave.shares or [Share(1, 0, 1)]
         parts = zip(*(one.split([(end - begin) * tokens for tokens, begin, end in runs]) for one in landed))
         found: list[torch.Tensor] = []
         for share, part in zip(runs, parts):
             output = run(share, list(part))
             like = _Grouped.of(output[0] if isinstance(output, tuple) else output, axes[first])
-            found.append(like.by_group(share.end - share.begin).flatten(0, 1))
-        back += spanning.move(wave.way.reverse(), layer, [torch.cat(found if wave.shares else [found[0][:0]])])
-    rows = heads.come_home(back, groups)
-    if not n:
-        rows = torch.cat([rows, rows.new_zeros(groups, 1, rows.shape[2])], dim=1)
-    whole = _Grouped(rows, most, axes[first]).ungroup(rows, groups)
+            found.append(like.by_group(share.end - share.begin).transpose(0, 1).flatten(0, 1))
+        served = torch.cat(found) if wave.shares else found[0][:0]
+        if rows_nGw is None:
+            shape = max(len(spanning.rows), 1), groups, served.shape[1]
+            rows_nGw = served.new_empty(shape) if len(spanning.rows) else served.new_zeros(shape)
+        rows_nGw = spanning.scatter(wave.schedule, layer, rows_nGw, served)
+    assert rows_nGw is not None
+    whole = _Grouped(rows_nGw, most, axes[first]).ungroup(rows_nGw, groups).contiguous()
     return (whole, *[None] * (len(output) - 1)) if isinstance(output, tuple) else whole
 
 
 class _Grouped:
-    """A tensor with rows and heads, and its form between ranks: [groups, T, heads of a group · x]."""
+    """A tensor with rows and heads, and its form between ranks: [T, groups, heads of a group · x]."""
 
     def __init__(self, rows: torch.Tensor, heads: int, axes: str) -> None:
         self.rows, self.heads, self.axes = rows, heads, axes
@@ -177,16 +180,16 @@ class _Grouped:
         return cls(rows, rows.shape[1], axes)
 
     def by_group(self, groups: int) -> torch.Tensor:
-        """[groups, T, …]; a head that several groups need comes with each."""
+        """[T, groups, …]; a head that several groups need comes with each."""
         rows = self.rows
         if self.heads < groups:
             rows = rows.repeat_interleave(groups // self.heads, dim=1)
-        return rows.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)
+        return rows.unflatten(1, (groups, -1)).flatten(2)
 
     def ungroup(self, part: torch.Tensor, groups: int) -> torch.Tensor:
-        """Some of so many groups, [some, T, …], with the tensor's own axes."""
+        """Some of so many groups, [T, some, …], with the tensor's own axes."""
         if self.axes == "BxT":
-            return part[0].T[None].contiguous()
-        rows = part.unflatten(2, (max(self.heads // groups, 1), -1)).transpose(0, 1).flatten(1, 2)
+            return part[:, 0].T[None]
+        rows = part.unflatten(2, (max(self.heads // groups, 1), -1)).flatten(1, 2)
         rows = rows if self.axes == "BTHx" else rows[..., 0]
-        return (rows.T if self.axes == "BHT" else rows)[None].contiguous()
+        return (rows.T if self.axes == "BHT" else rows)[None]

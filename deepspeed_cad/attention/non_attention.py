@@ -4,6 +4,7 @@ A stretch lies between two attentions of one micro-batch, or of one nano-batch w
 which O of a layer is complete at home to the dispatch of the next layer; in the backward, from dQ, dK and dV of a layer
 to the dispatch of the layer before. Nothing else runs on the trainer meanwhile. In: these moments, from attention
 calls. Out: seconds per token. CUDA events on a GPU, read without waiting; the clock on a CPU.
+Stretches in which a GPU waits for its host are left out.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class Stretches:
         # What lies before the first layer and behind the last has other work in it than a layer.
         if opened is None or opened[:2] != (layer + (1 if backward else -1), backward) or not self._tokens:
             return
-        self._times.add(opened[2], self._now(), self._tokens, backward)
+        begin = opened[2]
+        # A GPU that is past the begin of this stretch already waits for its host, whose time is not the GPU's.
+        if isinstance(begin, float) or not begin.query():
+            self._times.add(begin, self._now(), self._tokens, backward)
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":

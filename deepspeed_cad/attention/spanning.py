@@ -1,21 +1,20 @@
 """Documents that span ranks, in layers that carry state: rows brought together, and taken apart again.
 
 In: the layout of a micro-batch and its transport. Out: for the kernel of such a layer all rows of a document, of some
-heads on each of its ranks; for its short convolution the rows before each piece. Both are exchanges in which every row
-that leaves a rank lands at one place, so the backward is the same exchange the other way round. Every rank takes part
-in each, also with nothing to send.
+heads on each of its ranks; for its short convolution the rows before each piece. The first is a dispatch to the ranks
+that run heads and a return, as in attention; the second a dispatch alone, whose backward is one the other way round.
+Every rank takes part in each, also with nothing to send.
 
 A document's heads are divided among its ranks in proportion to the rows that each holds: so every rank runs as much as
 it would of its own rows, and fewer rows move than with equal shares. Where what lands would be more than there is
 memory for, it comes in waves, a part of each rank's heads after the other. `n` rows of such documents on this rank,
-ordered by document and position; `G` head groups; `L` tokens of a document.
+ordered by document and position; `G` head groups; `L` tokens of a document; `S` rows that a rank runs; `w` any width.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,20 +24,14 @@ from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
-from deepspeed_cad.exchange.transport import Outgoing, Transport
+from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
 from deepspeed_cad.layout import Ints, Layout
-from deepspeed_cad.schedule import HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
+from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
 from deepspeed_cad.schedule.tables import expand
 from deepspeed_cad.shares import divide
 
-
-@dataclass(frozen=True, eq=False)
-class Way:
-    out: Schedule
-    back: Schedule
-
-    def reverse(self) -> Way:
-        return Way(self.back, self.out)
+NARROW = 64
+"""Bytes of a row of one head group: copy engines read narrower ones slowly unless rows lie one behind the other."""
 
 
 class Share(NamedTuple):
@@ -52,38 +45,15 @@ class Share(NamedTuple):
 class Wave(NamedTuple):
     """Some head groups of every document. Rows land share by share, [groups, L] each."""
 
-    way: Way
+    schedule: Schedule
     shares: list[Share]
-
-
-@dataclass(frozen=True, eq=False)
-class Heads:
-    """How head groups are divided."""
-
-    waves: list[Wave]
-    index: tuple[torch.Tensor, torch.Tensor]
-    """[G · n] each: head group and row of what leaves home, one wave behind the other."""
-
-    def leave(self, rows_GnX: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of each wave, as they leave home. Differentiable."""
-        ordered: torch.Tensor = _Order.apply(rows_GnX, self.index, None)
-        return list(ordered.split([wave.way.out.query_tokens for wave in self.waves]))
-
-    def come_home(self, waves: list[torch.Tensor], groups: int) -> torch.Tensor:
-        """The reverse: [G, n, …]."""
-        found: torch.Tensor = _Order.apply(torch.cat(waves), self.index, groups)
-        return found
-
-
-AREAS = 2
-"""Times what lands in a wave that there is memory for it: landing areas that take turns, or what is packed beside what
-comes."""
 
 
 class Before(NamedTuple):
     """Rows before pieces, for a convolution."""
 
-    way: Way
+    schedule: Schedule
+    back: Schedule
     sent: torch.Tensor
     """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
     joined: torch.Tensor
@@ -125,20 +95,21 @@ class Spanning:
         self._held = np.zeros((len(names), layout.ranks), np.int64)
         """[documents, ranks] rows."""
         np.add.at(self._held, (of, pieces.rank), self._sizes)
-        self._heads: dict[tuple[int, int], Heads] = {}
+        self._heads: dict[tuple[int, int], list[Wave]] = {}
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
         """In the order in which they first ran."""
         self._came: dict[Hashable, torch.Tensor] = {}
 
-    def heads(self, groups: int, size: int = 0, label: str = "") -> Heads:
+    def heads(self, groups: int, size: int = 0, label: str = "") -> list[Wave]:
         """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
 
         Raises CADError, the same on all ranks, where one group at a time is more than there is memory for.
         """
         if (groups, size) not in self._heads:
             widths = np.array([divide(groups, held) for held in self._held], np.int64).reshape(self._held.shape)
-            self._heads[groups, size] = self._divide(self._cut(widths, size, label))
+            cuts = itertools.pairwise(self._cut(widths, size, label))
+            self._heads[groups, size] = [self._one_wave(groups, *wave) for wave in cuts]
         return self._heads[groups, size]
 
     def before(self, count: int) -> Before:
@@ -146,10 +117,20 @@ class Spanning:
             self._before[count] = self._look_back(count)
         return self._before[count]
 
-    def move(self, way: Way, layer: Hashable, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows where they are needed: tensors [rows of the way's home, …] to [rows that land, …]. Differentiable.
-        `layer` tells it from the other layers of the micro-batch."""
-        return list(_Move.apply(self, way, self._number(layer), None, *tensors))
+    def gather(
+        self, schedule: Schedule, layer: Hashable, home_nGw: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """[S, w] of each tensor, where its heads run; they are valid until the next exchange. And the tensors again,
+        for the next wave. Differentiable. `layer` tells it from the other layers of the micro-batch."""
+        found = _Gather.apply(self, schedule, self._number(layer), *home_nGw)
+        return list(found[: len(home_nGw)]), list(found[len(home_nGw) :])
+
+    def scatter(
+        self, schedule: Schedule, layer: Hashable, home_nGw: torch.Tensor, served_Sw: torch.Tensor
+    ) -> torch.Tensor:
+        """`home_nGw` with the rows that came back written into it. Differentiable."""
+        found: torch.Tensor = _Scatter.apply(self, schedule, self._number(layer), home_nGw, served_Sw)
+        return found
 
     @unseen_by_checkpointing
     def bring(self, before: Before, layer: Hashable, rows: torch.Tensor) -> torch.Tensor:
@@ -159,24 +140,26 @@ class Spanning:
         if came is not None and not recomputes:
             raise CADError(f"{type(layer).__name__} with documents that span ranks was called twice in one forward")
         sent = rows.index_select(0, before.sent)
-        (found,) = _Move.apply(self, before.way, self._number(layer), came, sent)
+        found: torch.Tensor = _Bring.apply(self, before, self._number(layer), came, sent)
         self._came[layer] = found.detach()
         return found
 
     def _number(self, layer: Hashable) -> int:
         return self._layers.setdefault(layer, len(self._layers))
 
-    def exchange(
-        self, way: Way, layer: int, tensors: tuple[torch.Tensor, ...], backward: bool
+    def dispatch(
+        self, schedule: Schedule, layer: int, home_nGw: Sequence[torch.Tensor], backward: bool
     ) -> tuple[torch.Tensor, ...]:
-        """The same without gradients. One field of bytes: rows of several types travel as one message."""
-        rows = torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in tensors], dim=1)
-        moment = Moment(self._turn, layer, backward)
-        landed = self._transport.dispatch(way.out, [Outgoing(QUERY, rows[:, None])], 0, moment).wait()[0]
-        parts = landed.split([x[0:0].flatten(1).shape[1] * x.element_size() for x in tensors], dim=1)
-        # Copies: landing memory is used again.
-        copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        return tuple(part.view(x.dtype).view(len(part), *x.shape[1:]) for part, x in zip(copies, tensors, strict=True))
+        """[S, w] of each tensor, without gradients."""
+        fields = [Outgoing(QUERY, _readable(x)) for x in home_nGw]
+        return tuple(self._transport.dispatch(schedule, fields, 0, Moment(self._turn, layer, backward)).wait())
+
+    def give_back(
+        self, schedule: Schedule, layer: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], backward: bool
+    ) -> None:
+        """Write rows [S, w] into tensors at home [n, G, w]: (served, home) of each."""
+        fields = [Returning(QUERY, served.contiguous(), home) for served, home in pairs]
+        self._transport.give_back(schedule, fields, 0, Moment(self._turn, layer, backward)).wait()
 
     def _cut(self, widths: Ints, size: int, label: str) -> list[Ints]:
         """[documents, ranks] first head group of each rank in each of as few waves as fit, and the last one's end.
@@ -190,7 +173,7 @@ class Spanning:
             parts = np.diff(cuts, axis=0)
             served = (parts * self._held.sum(1)[:, None]).sum(1)
             home = (parts.sum(2)[..., None] * self._held).sum(1)
-            needed = AREAS * size * np.maximum(served, home).max(0)
+            needed = size * (served + home).max(0)
             if needed.max() <= memory.limit:
                 break
         if needed.max() > max(memory.limit, memory.most):
@@ -203,13 +186,8 @@ class Spanning:
         memory.needed(float(needed.max()))
         return cuts
 
-    def _divide(self, cuts: list[Ints]) -> Heads:
-        parts = [self._one_wave(begins, ends) for begins, ends in itertools.pairwise(cuts)]
-        group, row = (self._to_device(np.concatenate(own)) for own in zip(*(own for _, own in parts)))
-        return Heads([wave for wave, _ in parts], (group, row))
-
-    def _one_wave(self, begins: Ints, ends: Ints) -> tuple[Wave, tuple[Ints, Ints]]:
-        """`begins` and `ends`: [documents, ranks] of the head groups. Also groups and rows that leave here."""
+    def _one_wave(self, groups: int, begins: Ints, ends: Ints) -> Wave:
+        """`begins` and `ends`: [documents, ranks] of the head groups."""
         pieces, tokens = self._pieces, self._held.sum(1)
         # A unit is a head group of a document, with the server that runs it; each piece of the document goes there.
         counts = (ends - begins).reshape(-1)
@@ -218,13 +196,13 @@ class Spanning:
         begin, landed = self._in_turn(server, tokens[document])
         unit = np.repeat(np.arange(len(group)), self._count[document])
         piece = expand(self._first[document], self._count[document])
-        home, size = pieces.rank[piece], self._sizes[piece]
-        home_row, left = self._in_turn(home, size)
-        table = np.stack([home, home_row, server[unit], begin[unit] + pieces.begin[piece], size], axis=1)
-        mine, held = home == self._rank, begins[:, self._rank] < ends[:, self._rank]
+        held = begins[:, self._rank] < ends[:, self._rank]
         shares = [Share(*map(int, one)) for one in zip(tokens[held], *(x[held, self._rank] for x in (begins, ends)))]
-        own = np.repeat(group[unit[mine]], size[mine]), expand(self._base[piece[mine]], size[mine])
-        return Wave(self._way(table, left, landed), shares), own
+        schedule = self._schedule(
+            pieces.rank[piece], self._base[piece], server[unit], begin[unit] + pieces.begin[piece], self._sizes[piece],
+            landed, group[unit], groups,
+        )  # fmt: skip
+        return Wave(schedule, shares)
 
     def _look_back(self, count: int) -> Before:
         pieces, me, n = self._pieces, self._rank, len(self.rows)
@@ -247,8 +225,8 @@ class Spanning:
         joined = joined if n else np.ones(1, np.int64)
         own = np.flatnonzero((joined > 0) & (joined <= max(n, 1)))
         tensors = (self._to_device(one) for one in (expand(first[leaves], size[leaves]), joined, own))
-        table = np.stack([home, home_row, server, server_row, size], axis=1)
-        return Before(self._way(table, sent, landed), *tensors)
+        out = self._schedule(home, home_row, server, server_row, size, landed)
+        return Before(out, self._schedule(server, server_row, home, home_row, size, sent), *tensors)
 
     def _in_turn(self, rank: Ints, size: Ints) -> tuple[Ints, Ints]:
         """Where parts begin that lie one behind the other on each rank, and [ranks] rows of all of them."""
@@ -261,67 +239,91 @@ class Spanning:
     def _to_device(self, index: Ints) -> torch.Tensor:
         return torch.from_numpy(index).to(self._device)
 
-    def _way(self, table: Ints, at_home: Ints, landed: Ints) -> Way:
-        """`table`: home, its row, server, its row, rows of each slice."""
-        slices = np.zeros((len(table), 8), np.int64)
-        slices[:, KIND] = QUERY
-        slices[:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]] = table
-        back = slices.copy()
-        back[:, [HOME, HOME_ROW, SERVER, SERVER_ROW]] = slices[:, [SERVER, SERVER_ROW, HOME, HOME_ROW]]
-        return Way(self._schedule(slices, at_home, landed), self._schedule(back, landed, at_home))
-
-    def _schedule(self, slices: Ints, at_home: Ints, landed: Ints) -> Schedule:
-        table = slices[np.lexsort((slices[:, SERVER_ROW], slices[:, SERVER], slices[:, HOME]))]
-        leaves = table[:, HOME] != table[:, SERVER]
-        # Nothing comes back, but carriers make the tables of both directions at once.
+    def _schedule(
+        self, home: Ints, home_row: Ints, server: Ints, server_row: Ints, size: Ints, landed: Ints,
+        group: Ints | int = 0, groups: int = 1,
+    ) -> Schedule:  # fmt: skip
+        """Of slices, in any order; `landed`: [ranks] rows of all that a rank serves."""
+        table = np.zeros((len(home), 8), np.int64)
+        table[:, KIND], table[:, GROUP] = QUERY, group
+        table[:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]] = np.stack([home, home_row, server, server_row, size], 1)
+        table = table[np.lexsort((table[:, SERVER_ROW], table[:, SERVER], table[:, HOME]))]
+        leaves, here = table[:, HOME] != table[:, SERVER], table[:, HOME] == self._rank
+        # Also where nothing comes back: carriers make the tables of both directions at once.
         sizes = table[:, ROWS] * leaves
         returned = np.bincount(table[:, HOME], weights=sizes, minlength=self._ranks).astype(np.int64)
         before = np.cumsum(returned) - returned
         table[:, STAGE_ROW] = np.cumsum(sizes) - sizes - before[table[:, HOME]]
-        home, server = table[:, HOME] == self._rank, table[:, SERVER] == self._rank
-        rows, nothing = int(at_home[self._rank]), np.zeros(self._ranks, np.int64)
+        serves = table[:, SERVER] == self._rank
+        rows = int((table[here, HOME_ROW] + table[here, ROWS]).max(initial=0))
         return Schedule(
-            self._rank, self._ranks, 1, None, rows, 0, table[home & leaves], table[server & leaves],
-            table[home & ~leaves], np.stack([landed, nothing], axis=1), np.stack([returned, nothing], axis=1), (), (),
+            self._rank, self._ranks, groups, None, rows, 0, table[here & leaves], table[serves & leaves],
+            table[here & serves], np.stack([landed, 0 * landed], axis=1), np.stack([returned, 0 * returned], axis=1),
+            (), (),
         )  # fmt: skip
 
 
-class _Move(torch.autograd.Function):
-    """An exchange whose backward is the same the other way round."""
+def _readable(x_nGw: torch.Tensor) -> torch.Tensor:
+    """As copies read it: rows of a head group that are contiguous, and one behind the other where they are narrow."""
+    if x_nGw.shape[2] * x_nGw.element_size() < NARROW:
+        return x_nGw.transpose(0, 1).contiguous().transpose(0, 1)
+    return x_nGw if x_nGw.stride(2) == 1 else x_nGw.contiguous()
+
+
+class _Gather(torch.autograd.Function):
+    """Out to where heads run. Wave by wave the tensors at home are handed on, so gradients of all waves are written
+    into the same ones, from the last wave to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, spanning: Spanning, schedule: Schedule, layer: int, *home_nGw: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        landed = spanning.dispatch(schedule, layer, home_nGw, backward=False)
+        ctx.given, ctx.like = (spanning, schedule, layer), [(x.shape, x.new_empty(0)) for x in home_nGw]
+        ctx.rows = len(landed[0])
+        return *landed, *(x.view_as(x) for x in home_nGw)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        (spanning, schedule, layer), count, pairs = ctx.given, len(ctx.like), []
+        for (shape, like), served, home in zip(ctx.like, gradients[:count], gradients[count:]):
+            served = like.new_zeros(ctx.rows, shape[2]) if served is None else served
+            pairs.append((served, like.new_empty(shape) if home is None else home))
+        spanning.give_back(schedule, layer, pairs, backward=True)
+        return None, None, None, *(home for _, home in pairs)
+
+
+class _Scatter(torch.autograd.Function):
+    """Back home, into a tensor of all waves."""
 
     @staticmethod
     def forward(
-        ctx: Any, spanning: Spanning, way: Way, layer: int, kept: torch.Tensor | None, *tensors: torch.Tensor
-    ) -> Any:
-        """`kept`: what the same exchange brought before."""
-        ctx.given = spanning, way.reverse(), layer
-        return spanning.exchange(way, layer, tensors, backward=False) if kept is None else (kept.detach(),)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        spanning, way, layer = ctx.given
-        return None, None, None, None, *spanning.exchange(way, layer, gradients, backward=True)
-
-
-class _Order(torch.autograd.Function):
-    """Rows [G, n, …] in another order, [G · n, …], or, with `groups`, back: each once, so a backward writes and adds
-    nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int | None
+        ctx: Any, spanning: Spanning, schedule: Schedule, layer: int, home_nGw: torch.Tensor, served_Sw: torch.Tensor
     ) -> torch.Tensor:
-        ctx.given = index, rows.shape[0] if groups is None else None
-        return _ordered(rows, index, groups)
+        ctx.given = spanning, schedule, layer
+        spanning.give_back(schedule, layer, [(served_Sw, home_nGw)], backward=False)
+        ctx.mark_dirty(home_nGw)
+        return home_nGw
+
+    @staticmethod
+    def backward(ctx: Any, gradient_nGw: torch.Tensor) -> Any:
+        spanning, schedule, layer = ctx.given
+        (served,) = spanning.dispatch(schedule, layer, [gradient_nGw], backward=True)
+        return None, None, None, gradient_nGw, served.clone()
+
+
+class _Bring(torch.autograd.Function):
+    """Rows before pieces; `kept`: what the same exchange brought before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, spanning: Spanning, before: Before, layer: int, kept: torch.Tensor | None, sent: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.given = spanning, before.back, layer
+        if kept is not None:
+            return kept.detach()
+        return spanning.dispatch(before.schedule, layer, [sent[:, None]], backward=False)[0].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ordered(gradient, *ctx.given), None, None
-
-
-def _ordered(rows: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor], groups: int | None) -> torch.Tensor:
-    if groups is None:
-        return rows[index]
-    found = rows.new_empty(groups, len(rows) // groups, *rows.shape[1:])
-    found[index] = rows
-    return found
+        spanning, back, layer = ctx.given
+        return None, None, None, None, spanning.dispatch(back, layer, [gradient[:, None]], backward=True)[0].clone()

@@ -19,12 +19,12 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE
 from deepspeed_cad.shares import choose_groups, divide
 
-PASSES = 8.0
-"""Bytes read and written on a rank for each byte of its rows, counted in the code: put in the order of heads, packed,
-taken out of where they land, and put as the kernel takes them."""
-COPIES = 2.0 + 2.0 * HEADROOM
-"""Of what the kernel takes, beside what the layer would hold on one rank: as packed at home, as it came, and two
-landing areas, which take turns. In waves it would be less."""
+PASSES = 4.0
+"""Bytes read and written on a rank for each byte of its rows, counted in the code: put as the kernel takes them, or as
+they leave it, and taken out of where they land."""
+COPIES = 1.0 + 2.0 * HEADROOM
+"""Of what the kernel takes, beside what the layer would hold on one rank: as the kernel takes it, and landing areas out
+and back. In waves it would be less."""
 KERNELS = 2, 3
 """Exchanges of a layer with a recurrent kernel, in a recompute and in the others: what the kernel takes, what it gives,
 and rows before pieces, which are kept."""

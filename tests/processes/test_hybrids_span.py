@@ -83,7 +83,7 @@ def _train(
 
     def counted(self: Any, groups: int, *given: Any) -> Any:
         heads = divide(self, groups, *given)
-        waves.append(len(heads.waves))
+        waves.append(len(heads))
         return heads
 
     with pytest.MonkeyPatch.context() as patch:
@@ -222,15 +222,19 @@ def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
 def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: bool | None = None) -> list[int]:
     """Bytes that each exchange of a forward and backward moves from this rank for layers that carry state."""
     moved: list[int] = []
-    exchange = Spanning.exchange
 
-    def counted(self: Any, way: Any, layer: int, tensors: Any, backward: bool) -> Any:
-        rows = int(way.out.sends[:, ROWS].sum())
-        moved.append(rows * sum(one.flatten(1).shape[1] * one.element_size() for one in tensors))
-        return exchange(self, way, layer, tensors, backward)
+    def counted(own: Any, leaves: str) -> Any:
+        def call(self: Any, schedule: Any, layer: int, tensors: Any, backward: bool) -> Any:
+            rows = int(getattr(schedule, leaves)[:, ROWS].sum())
+            moving = [one[0] if isinstance(one, tuple) else one for one in tensors]
+            moved.append(rows * sum(one.shape[-1] * one.element_size() for one in moving))
+            return own(self, schedule, layer, tensors, backward)
 
-    Spanning.exchange = counted  # type: ignore[method-assign]
-    try:
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, leaves in (("dispatch", "sends"), ("give_back", "receives")):
+            patch.setattr(Spanning, name, counted(getattr(Spanning, name), leaves))
         model = family(kind, torch.float32)
         if checkpoint is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
@@ -238,8 +242,6 @@ def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: boo
         deepspeed_cad.apply(model, BLOCK)
         part, _ = _part(lengths, rank, world)
         model(**part, use_cache=False).logits.sum().backward()
-    finally:
-        Spanning.exchange = exchange  # type: ignore[method-assign]
     return moved
 
 

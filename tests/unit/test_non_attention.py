@@ -48,6 +48,18 @@ def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkey
     assert times.take() == ([], [])
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gpu_that_waits_for_its_host_is_not_timed(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are launched more slowly than they run; ranks differ in that by chance."""
+    times = StretchTimes()
+    here = Stretches(times, torch.device("cpu"), 10)
+    event = SimpleNamespace(query=lambda: late, elapsed_time=lambda end: 20.0)
+    monkeypatch.setattr(here, "_now", lambda: event)
+    here.begin(0, False)
+    here.end(1, False)
+    assert times.take() == ([] if late else [0.002], [])
+
+
 def test_layers_that_compile_do_not_count() -> None:
     assert middle([1.0, 1.0, 3.0, 1000.0, 0.0]) == pytest.approx(5 / 3)
     assert middle([2.0]) == 2.0 and middle([]) == 0.0

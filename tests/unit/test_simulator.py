@@ -95,11 +95,11 @@ def test_rows_of_layers_that_carry_state_travel_as_schedules_have_them(lengths: 
     hosts, moved, ran = np.arange(4) // 2, np.zeros(2), np.zeros(4)
     for rank in range(4):
         spanning = Spanning(layout, rank, nobody, 0, torch.device("cpu"))
-        heads = spanning.heads(4)
-        for slices in heads.waves[0].way.out.sends:
+        (wave,) = spanning.heads(4)
+        for slices in wave.schedule.sends:
             moved[int(hosts[slices[HOME]] != hosts[slices[SERVER]])] += slices[ROWS]
         ran[rank] = layout.tokens[rank] - len(spanning.rows)
-        ran[rank] += sum(tokens * (end - begin) / 4 for tokens, begin, end in heads.waves[0].shares)
+        ran[rank] += sum(tokens * (end - begin) / 4 for tokens, begin, end in wave.shares)
     assert travel is not None
     # Elements of two bytes, a quarter of which is of a group; there and, of gradients, back.
     assert travel.moved == pytest.approx(moved / 4 * 2 * 2)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
-from deepspeed_cad.attention.spanning import AREAS, Spanning, Way
+from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.schedule import HOME, HOME_ROW, ROWS, SERVER, SERVER_ROW
+from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, ROWS, SERVER, SERVER_ROW, Schedule
 from deepspeed_cad.shares import choose_groups, divide
 
 ROW_BYTES = 16
@@ -27,22 +27,18 @@ def _all_ranks(layout: Layout, memory: ExchangeMemory = NO_LIMIT) -> list[Spanni
     return [Spanning(layout, rank, nobody, 0, torch.device("cpu"), memory) for rank in range(layout.ranks)]
 
 
-def _carry(ways: list[Way], rows: list[np.ndarray]) -> list[np.ndarray]:
-    """What lands at every rank, by the tables that each rank has of its own: -1 where nothing does."""
-    landed = [np.full(int(way.out.served_rows[way.out.rank, 0]), -1) for way in ways]
-    for way in ways:
-        ranks = way.out
-        dispatch_pushes(ranks)
-        return_pushes(ranks)  # made by the carrier of peer copies, though nothing returns
-        assert ranks.query_tokens == len(rows[ranks.rank])
-        coming = np.concatenate(
-            [ways[one].out.sends[ways[one].out.sends[:, SERVER] == ranks.rank] for one in range(len(ways))]
-        )
-        assert (coming == ranks.receives).all()
-        for one in np.concatenate([ranks.receives, ranks.own]):
+def _carry(schedules: list[Schedule], rows: list[np.ndarray]) -> list[np.ndarray]:
+    """What lands at every rank, of [rows, groups] at home, by the tables that each rank has of its own; else -1."""
+    landed = [np.full(int(one.served_rows[one.rank, 0]), -1) for one in schedules]
+    for own in schedules:
+        dispatch_pushes(own)
+        return_pushes(own)
+        coming = np.concatenate([one.sends[one.sends[:, SERVER] == own.rank] for one in schedules])
+        assert (coming == own.receives).all()
+        for one in np.concatenate([own.receives, own.own]):
             into = slice(one[SERVER_ROW], one[SERVER_ROW] + one[ROWS])
-            assert (landed[ranks.rank][into] == -1).all(), "two rows land at one place"
-            landed[ranks.rank][into] = rows[one[HOME]][one[HOME_ROW] : one[HOME_ROW] + one[ROWS]]
+            assert (landed[own.rank][into] == -1).all(), "two rows land at one place"
+            landed[own.rank][into] = rows[one[HOME]][one[HOME_ROW] : one[HOME_ROW] + one[ROWS], one[GROUP]]
     return landed
 
 
@@ -57,8 +53,8 @@ LIMITS = st.sampled_from([math.inf, 4000.0, 500.0])
 @settings(max_examples=60, deadline=None)
 @given(STREAMS, LIMITS)
 def test_every_row_lands_once(drawn: tuple[list[int], int, bool, int], limit: float) -> None:
-    """Documents are whole and in order where their heads run; back every row lands where it was; no more rows move than
-    by an all-to-all by heads, and no more land at once than fit, where head groups can be parted so."""
+    """Documents are whole and in order where their heads run; no more rows move than by an all-to-all by heads, and no
+    more land at once than fit, where head groups can be parted so."""
     lengths, ranks, zigzag, groups = drawn
     layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
     all_ranks = _all_ranks(layout, ExchangeMemory(limit, most=math.inf))
@@ -68,29 +64,28 @@ def test_every_row_lands_once(drawn: tuple[list[int], int, bool, int], limit: fl
     for rank, one in enumerate(all_ranks):
         local = layout.local(rank)
         document = np.repeat(layout.segments.document[layout.segments.rank == rank], local.end - local.begin)
-        name = torch.from_numpy(names[document] + local.positions()[: len(document)])[one.rows]
-        rows.append(heads[rank].leave(name + 1000 * torch.arange(groups)[:, None]))
-    moved, came = 0, []
-    most = max((end - begin for one in heads for wave in one.waves for _, begin, end in wave.shares), default=0)
-    for number, ways in enumerate(zip(*(one.waves for one in heads), strict=True)):
-        out = [one.way for one in ways]
-        leaving = [one[number].numpy() for one in rows]
-        landed = _carry(out, leaving)
-        for found, wave in zip(landed, ways):
+        name = (names[document] + local.positions()[: len(document)])[one.rows]
+        rows.append(name[:, None] + 1000 * np.arange(groups))
+    moved, written = 0, [np.zeros_like(one) for one in rows]
+    most = max((end - begin for waves in heads for wave in waves for _, begin, end in wave.shares), default=0)
+    for waves in zip(*heads, strict=True):
+        schedules = [one.schedule for one in waves]
+        landed, home = _carry(schedules, rows), [0] * ranks
+        for found, wave in zip(landed, waves):
             at = 0
             for tokens, begin, end in wave.shares:
                 part = found[at : at + (end - begin) * tokens].reshape(end - begin, tokens)
-                assert (part == part[0, 0] + np.arange(tokens) + 1000 * np.arange(end - begin)[:, None]).all()
+                expected = np.arange(tokens) + 1000 * np.arange(end - begin)[:, None]
+                assert (part == part[0, 0] + expected).all() and part[0, 0] // 1000 == begin
                 at += part.size
             assert at == len(found)
-        came.append(_carry([one.reverse() for one in out], landed))
-        moved += sum(int(one.out.sends[:, ROWS].sum()) for one in out)
-        fullest = max(max(len(one) for one in landed), max(len(one) for one in leaving))
-        assert AREAS * ROW_BYTES * fullest <= limit or most <= 1
-    for one, expected, *got in zip(heads, rows, *came):
-        own = one.come_home([torch.from_numpy(wave) for wave in got], groups)
-        assert (torch.cat(one.leave(own)) == torch.cat(expected)).all()
-        assert (own[:, :] == own[0] + 1000 * torch.arange(groups)[:, None]).all()
+        for rank, own in enumerate(schedules):
+            for one in np.concatenate([own.sends, own.own]):
+                written[rank][one[HOME_ROW] : one[HOME_ROW] + one[ROWS], one[GROUP]] += 1
+                home[rank] += int(one[ROWS])
+            moved += int(own.sends[:, ROWS].sum())
+        assert ROW_BYTES * max(map(sum, zip(map(len, landed), home))) <= limit or most <= 1
+    assert all((one == 1).all() for one in written), "every row of every head group comes home once"
     documents, spread = layout.segments.count_ranks()
     by_heads = sum(lengths[d] * groups * (1 - 1 / k) for d, k in zip(documents, spread) if k > 1)
     assert moved <= by_heads + 1e-9
@@ -116,12 +111,15 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
     for rank, one in enumerate(all_ranks):
         positions = layout.local(rank).positions()[one.rows]
         rows.append(positions)
-        sent.append(positions[before[rank].sent.numpy()])
-    for one, own, came in zip(before, rows, _carry([one.way for one in before], sent)):
+        sent.append(positions[before[rank].sent.numpy()][:, None])
+    came = _carry([one.schedule for one in before], sent)
+    back = _carry([one.back for one in before], [one[:, None] for one in came])
+    assert all((one[:, 0] == other).all() for one, other in zip(sent, back))
+    for one, own, ahead in zip(before, rows, came):
         if not len(own):
             assert one.joined.tolist() == [1] and one.own.tolist() == [0]
             continue
-        joined = np.concatenate([[-1], own, came])[one.joined.numpy()]
+        joined = np.concatenate([[-1], own, ahead])[one.joined.numpy()]
         for at, position in zip(one.own.numpy(), own):
             assert joined[at] == position
             expected = np.maximum(position - count + np.arange(count), -1)
