@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deepspeed_cad")
 
 _MARK = "__deepspeed_cad__"
-_in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
+in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
 generating: ContextVar[bool] = ContextVar("deepspeed_cadgenerating", default=False)
 """`generate` of a model runs."""
@@ -55,12 +55,12 @@ def are_shared(session: Session, given: Mapping[str, Any]) -> bool:
         return False
     even, ids = _even_batch.get(), given.get("input_ids")
     of_even_loader = even is not None and ids is not None and even() is ids
-    return session.config.forward_only == "balanced" or _in_step.get() or of_even_loader
+    return session.config.forward_only == "balanced" or in_step.get() or of_even_loader
 
 
 @contextmanager
-def in_step(what: ContextVar[bool] = _in_step) -> Iterator[None]:
-    """All ranks run the same forwards in here; or `what` is true."""
+def within(what: ContextVar[bool]) -> Iterator[None]:
+    """It is so in here."""
     token = what.set(True)
     try:
         yield
@@ -78,7 +78,7 @@ def install_generation_hooks(module: ModuleType) -> None:
     """Wrap `generate` of the module `transformers.generation.utils`. Idempotent."""
 
     def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        with in_step(generating):
+        with within(generating):
             return original(self, *args, **kwargs)
 
     wrap_once(module.GenerationMixin, "generate", generate)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
-from deepspeed_cad.integrations.forward_only import in_step, wrap_once
+from deepspeed_cad.integrations.forward_only import in_step, within, wrap_once
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
 from transformers.trainer_utils import has_length
 
@@ -120,7 +120,7 @@ def _get_batch_samples(
 
 
 def _training_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    with nullcontext() if _binding_of(self) is None else in_step():
+    with nullcontext() if _binding_of(self) is None else within(in_step):
         return original(self, *args, **kwargs)
 
 
@@ -129,7 +129,7 @@ def _evaluation_loop(original: Callable[..., Any], self: Any, dataloader: Any, *
     count = len(dataloader) if has_length(dataloader) else None
     # All ranks are here: the Trainer gathers their losses.
     together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(count)
-    with in_step() if together else nullcontext():
+    with within(in_step) if together else nullcontext():
         return original(self, dataloader, *args, **kwargs)
 
 
