@@ -68,13 +68,8 @@ def _serve(rank: int, pipe: Connection) -> None:
         try:
             torch.manual_seed(0)
             if joined:
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.FileStore(store, world),
-                    rank=rank,
-                    world_size=world,
-                    timeout=timedelta(seconds=timeout),
-                )
+                meet = {"store": dist.FileStore(store, world), "timeout": timedelta(seconds=timeout)}
+                dist.init_process_group("gloo", rank=rank, world_size=world, **meet)
                 dist.barrier()  # one that is done at once would leave while others still connect to it
             answer = (True, function(rank, world, *args))
         except BaseException as error:
