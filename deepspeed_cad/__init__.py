@@ -20,31 +20,19 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_cad.version import __version__
 
 if TYPE_CHECKING:
-    from deepspeed_cad.api import apply
-    from deepspeed_cad.config import CADConfig
-    from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADPeerError, CADUnsupportedError
-    from deepspeed_cad.function import open
-    from deepspeed_cad.integrations.pipeline_model import to_hf, to_pipeline
-    from deepspeed_cad.launch.deepspeed_hook import install
-    from deepspeed_cad.session import current_session
-    from deepspeed_cad.stream import shard_stream
-
-__all__ = [
-    "CADConfig",
-    "CADConfigError",
-    "CADDataError",
-    "CADError",
-    "CADPeerError",
-    "CADUnsupportedError",
-    "__version__",
-    "apply",
-    "current_session",
-    "install",
-    "open",
-    "shard_stream",
-    "to_hf",
-    "to_pipeline",
-]
+    from deepspeed_cad.api import apply as apply
+    from deepspeed_cad.config import CADConfig as CADConfig
+    from deepspeed_cad.errors import CADConfigError as CADConfigError
+    from deepspeed_cad.errors import CADDataError as CADDataError
+    from deepspeed_cad.errors import CADError as CADError
+    from deepspeed_cad.errors import CADPeerError as CADPeerError
+    from deepspeed_cad.errors import CADUnsupportedError as CADUnsupportedError
+    from deepspeed_cad.function import open as open
+    from deepspeed_cad.integrations.pipeline_model import to_hf as to_hf
+    from deepspeed_cad.integrations.pipeline_model import to_pipeline as to_pipeline
+    from deepspeed_cad.launch.deepspeed_hook import install as install
+    from deepspeed_cad.session import current_session as current_session
+    from deepspeed_cad.stream import shard_stream as shard_stream
 
 # integrations/ lies at the top of the source tree and is installed as deepspeed_cad.integrations. A checkout that is
 # only on PYTHONPATH finds it there too.
@@ -67,6 +55,9 @@ _HOME = {
     "to_hf": "integrations.pipeline_model",
     "to_pipeline": "integrations.pipeline_model",
 }
+
+
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

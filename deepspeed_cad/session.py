@@ -118,9 +118,7 @@ class Session:
         self.parking = Parking(device) if config.keep == "host" else None
         """Where what attention keeps waits for backward; None: on the device."""
         self._kernels: dict[KernelNeed, Kernel] = {}
-        self.plans = Plans(
-            config, device, self.gatherer, self.worker, self.cost, self.counts, crew, self.learned, aside
-        )  # fmt: skip
+        self.plans = Plans(config, device, self.gatherer, self.worker, self.cost, self.counts, crew, learned, aside)
         self.whereabouts: Whereabouts | None = None
         if self.liveness is not None and crew.transport is not None:
             self.whereabouts = Whereabouts(
@@ -232,18 +230,12 @@ class Session:
     # Models and their loaders
 
     def open_feed(self, fingerprint: str, alternates: bool = True) -> Feed:
-        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks.
-
-        `alternates`: whether its layers can alternate nano-batches.
-        """
+        """The feed of a model for which CAD is turned on now; `fingerprint` is compared between ranks. `alternates`:
+        whether its layers can alternate nano-batches."""
         if not alternates:
             self.plans.in_one_part.add(len(self.feeds))
         self.feeds.append(Feed(self.plans, fingerprint, number=len(self.feeds)))
         return self.feeds[-1]
-
-    def open_reference_feed(self, fingerprint: str) -> Feed:
-        """The same of a model that is only looked at, perhaps not on every rank."""
-        return Feed(self.plans, fingerprint, None)
 
     def find_binding(self, model: torch.nn.Module) -> Any:
         """What was bound to a model, through any wrapper, or None."""
@@ -413,10 +405,8 @@ def current_session() -> Session | None:
 
 
 def open_session(config: CADConfig, device: torch.device, replica: Replica | None = None) -> Session:
-    """The session of this process: opened now, or the open one if its config is the same.
-
-    `replica`: see Session; None for an open one: as it is.
-    """
+    """The session of this process: opened now, or the open one if its config is the same. `replica`: see Session; None
+    for an open one: as it is."""
     if _sessions:
         if _sessions[-1].config != config:
             raise CADConfigError(

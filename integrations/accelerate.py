@@ -48,81 +48,59 @@ class CADPlugin(KwargsHandler):
         return plugin
 
 
-def install_accelerator_hooks() -> None:
-    """Wrap `accelerate.Accelerator`. Idempotent; importing this module is enough."""
-    for name, wrap in (
-        ("__init__", _wrap_init),
-        ("prepare", _wrap_prepare),
-        ("prepare_model", _wrap_prepare_model),
-        ("prepare_data_loader", _wrap_prepare_data_loader),
-    ):
-        wrap_once(Accelerator, name, wrap)
-
-
 def give_every_accelerator(plugin: CADPlugin) -> Callable[[], None]:
-    """Every Accelerator from now on has the plugin, as if its script had passed it; gives what undoes this.
-
-    An Accelerator that was given another plugin raises CADConfigError.
-    """
+    """Every Accelerator from now on has the plugin, as if its script had passed it; gives what undoes this. An
+    Accelerator that was given another plugin raises CADConfigError."""
     setattr(Accelerator, _PLUGIN, plugin)
     return lambda: delattr(Accelerator, _PLUGIN)
 
 
-def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(self, *args, **kwargs)
-        handlers = list(given.arguments.get("kwargs_handlers") or [])
-        ours = [one for one in handlers if isinstance(one, CADPlugin)]
-        if len(ours) > 1:
-            raise CADConfigError("kwargs_handlers holds more than one CADPlugin; pass one")
-        plugin: CADPlugin | None = getattr(self, _PLUGIN, None)
-        if ours:
-            if plugin is not None:
-                agree(plugin.config, plugin.asked_by, ours[0].config, "the script's CADPlugin")
-            plugin = ours[0]
-            given.arguments["kwargs_handlers"] = [one for one in handlers if one is not ours[0]] or None
-        original(*given.args, **given.kwargs)
-        if plugin is None:
-            return
-        setattr(self, _PLUGIN, plugin if plugin.config.enabled else None)
-        if not plugin.config.enabled:
-            return
-        install()
-        refuse_accelerator(self)
-        if not plugin.watched:
-            plugin.watched = True
-            ActivationCheck(plugin.asked_by)
-
-    return __init__
+def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    handlers = list(given.arguments.get("kwargs_handlers") or [])
+    ours = [one for one in handlers if isinstance(one, CADPlugin)]
+    if len(ours) > 1:
+        raise CADConfigError("kwargs_handlers holds more than one CADPlugin; pass one")
+    plugin: CADPlugin | None = getattr(self, _PLUGIN, None)
+    if ours:
+        if plugin is not None:
+            agree(plugin.config, plugin.asked_by, ours[0].config, "the script's CADPlugin")
+        plugin = ours[0]
+        given.arguments["kwargs_handlers"] = [one for one in handlers if one is not ours[0]] or None
+    original(*given.args, **given.kwargs)
+    if plugin is None:
+        return
+    setattr(self, _PLUGIN, plugin if plugin.config.enabled else None)
+    if not plugin.config.enabled:
+        return
+    install()
+    refuse_accelerator(self)
+    if not plugin.watched:
+        plugin.watched = True
+        ActivationCheck(plugin.asked_by)
 
 
-def _wrap_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plugin = getattr(self, _PLUGIN, None)
-        if plugin is not None and any(isinstance(one, torch.nn.Module) for one in args):
-            if self.distributed_type == DistributedType.DEEPSPEED:
-                give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin.config, plugin.asked_by)
-            elif getattr(self, "is_fsdp2", False):
-                for one in args:
-                    _apply(one, plugin)
-        return original(self, *args, **kwargs)
-
-    return prepare
+def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    plugin = getattr(self, _PLUGIN, None)
+    if plugin is not None and any(isinstance(one, torch.nn.Module) for one in args):
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin.config, plugin.asked_by)
+        elif getattr(self, "is_fsdp2", False):
+            for one in args:
+                _apply(one, plugin)
+    return original(self, *args, **kwargs)
 
 
-def _wrap_prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        plugin = getattr(self, _PLUGIN, None)
-        given = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
-        if plugin is None or given.get("evaluation_mode"):
-            return original(self, model, *args, **kwargs)
-        if self.distributed_type == DistributedType.NO:
-            # Nothing wraps it, and only now it is on its device.
-            return _apply(original(self, model, *args, **kwargs), plugin)
-        _apply(model, plugin)
+def _prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    plugin = getattr(self, _PLUGIN, None)
+    given = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
+    if plugin is None or given.get("evaluation_mode"):
         return original(self, model, *args, **kwargs)
-
-    return prepare_model
+    if self.distributed_type == DistributedType.NO:
+        # Nothing wraps it, and only now it is on its device.
+        return _apply(original(self, model, *args, **kwargs), plugin)
+    _apply(model, plugin)
+    return original(self, model, *args, **kwargs)
 
 
 def _apply(model: Any, plugin: CADPlugin) -> Any:
@@ -135,14 +113,13 @@ def _apply(model: Any, plugin: CADPlugin) -> Any:
     return model
 
 
-def _wrap_prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loader = original(self, *args, **kwargs)
-        if getattr(self, _PLUGIN, None) is not None:
-            refuse_loader(loader)
-        return loader
-
-    return prepare_data_loader
+def _prepare_data_loader(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    loader = original(self, *args, **kwargs)
+    if getattr(self, _PLUGIN, None) is not None:
+        refuse_loader(loader)
+    return loader
 
 
-install_accelerator_hooks()
+wrap_once(Accelerator, "__init__", _init)
+for run in (_prepare, _prepare_model, _prepare_data_loader):
+    wrap_once(Accelerator, run.__name__[1:], run)

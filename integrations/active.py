@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.forward_only import generates, install_generation_hooks, install_worker_hooks
+from deepspeed_cad.integrations.forward_only import generating, install_generation_hooks, install_worker_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -37,22 +37,18 @@ class ActivationCheck:
 
     def __init__(self, asked_by: str) -> None:
         self.asked_by = asked_by
-        self._active = False
+        self.was_active = False
+        """A micro-batch was trained with CAD before some optimizer step."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Stop watching."""
         self._handle.remove()
 
-    @property
-    def was_active(self) -> bool:
-        """Whether a micro-batch was trained with CAD before some optimizer step."""
-        return self._active
-
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         session = current_session()
         if session is None or not session.statistics.micro_batches:
-            if self._active:  # a session that has ended since
+            if self.was_active:  # a session that has ended since
                 self.close()
                 return
             self._refuse(
@@ -60,7 +56,7 @@ class ActivationCheck:
                 "Training stops here, because it would go on without CAD"
             )
             return
-        self._active = True
+        self.was_active = True
         if session.group_ranks == 1:
             if session.ranks == 1:  # else the line that says how heads are divided says it
                 logger.warning("deepspeed_cad: CAD is on, but there is one process only: there is nothing to balance")
@@ -136,7 +132,7 @@ class ProcessCheck(ActivationCheck):
         if model in self._known:
             return
         trained = model.training and torch.is_grad_enabled()
-        if not trained and (self.config.forward_only == "local" or generates()):
+        if not trained and (self.config.forward_only == "local" or generating.get()):
             return
         if _waits_for_group():
             self._forwards_without += trained
@@ -144,13 +140,9 @@ class ProcessCheck(ActivationCheck):
         parts = [one for one in model.modules() if isinstance(one, host.PreTrainedModel)]
         known = any(one in self._known for one in parts)
         self._known.update(parts)
-        if not known:
-            self._turn_on(model, must=trained and session is None)
-
-    def _turn_on(self, model: Any, must: bool) -> None:
         from deepspeed_cad.integrations.models import has_cad
 
-        if has_cad(model, must):
+        if not known and has_cad(model, must=trained and session is None):
             apply(model, self.config)
             self._opened = current_session()
 

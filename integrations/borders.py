@@ -1,17 +1,25 @@
-"""Where the documents of a micro-batch begin, for layers that carry state from token to token.
+"""Where the documents of a micro-batch begin, for layers that carry state from token to token, and how such a layer is
+run so that none crosses a border.
 
 In: the segments of this rank. Out: `Borders`, which ride on the micro-batch through the model as an argument of its
 layers, so that a recompute finds them too. `B` batch rows, `S` tokens of each, `T` = B · S.
+
+How is found out on the layer itself, as packages and versions differ in what they do with borders: the first `Way` that
+passes the probe. Of two tiny documents in a row, what the second gives must not change when the first does, and both
+must give what they give alone. The probe has random numbers of its own, and calls the layer equally often everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.layout import LocalSegments
@@ -19,41 +27,42 @@ from deepspeed_cad.layout import LocalSegments
 NAME = "cad_borders"
 """The argument by which a decoder's layers get their borders."""
 
+LENGTHS = (67, 70)
+"""Tokens of the probe's documents: both longer than a chunk of the kernels (64), the border inside of one."""
+LOUD = 30.0
+"""How many times larger than the second document the first is. At the start of a training layers hand on little state,
+and it grows with the square of this."""
+VISIBLE = 1e-3
+"""Share of its largest output by which the second document must change without borders; else the probe could not see a
+leak, as where a layer's last projection is still zero."""
+_NOISE = 2.0
+"""The second document may change with the first by so many times what it changes from run to run. That is nothing with
+kernels that give the same for the same, as those of forwards do: then not one bit may change, however small the state
+that a layer hands on at the start of training."""
+_ALONE = {torch.float64: 1e-3, torch.float32: 2e-2, torch.float16: 5e-2, torch.bfloat16: 0.1}
+"""How far both may be from what they give alone, as a share of the largest output. Kernels round in fp32 or TF32."""
+
 Ints = npt.NDArray[np.int64]
 
 
 def find_borders(local: LocalSegments, batch: int, width: int) -> Ints:
-    """[pieces + 1] rows of the flattened batch at which state begins anew, and the end.
-
-    Every batch row begins anew and every document does. Padding behind a document goes on with its state, as in the
-    model itself; nobody reads it after.
-    """
+    """[pieces + 1] rows of the flattened batch at which state begins anew, and the end. Every batch row begins anew and
+    every document does. Padding behind a document goes on with its state, as in the model itself; nobody reads it
+    after."""
     begin = local.offset[local.end > local.begin]
     return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, begin]))
 
 
 class Borders:
-    """The pieces of one micro-batch on one rank, in the forms that layers and kernels want.
-
-    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
-    """
-
-    __slots__ = (
-        "_gapped", "_on_device", "_whole", "apart", "arrived", "batch", "begin", "checked", "due", "spanning", "width",
-    )  # fmt: skip
+    """The pieces of one micro-batch on one rank, in the forms that layers and kernels want. Not a dataclass: FSDP
+    rebuilds dataclasses among a layer's arguments to cast the tensors in them."""
 
     def __init__(
-        self,
-        begin: Ints,
-        batch: int,
-        width: int,
-        due: bool = False,
-        apart: bool = False,
-        spanning: Spanning | None = None,
+        self, begin: Ints, batch: int, width: int, due: bool = False, apart: bool = False, spanning: Any = None
     ) -> None:
         """`begin` as from `find_borders`; `due`: the sampled check looks at this micro-batch; `apart`: run every
         document alone, whatever kernels can do, to compare with; `spanning`: documents that lie on several ranks."""
-        self.spanning = spanning
+        self.spanning: Spanning | None = spanning
         self._whole: Borders | None = None
         self.begin, self.batch, self.width, self.due, self.apart = begin, batch, width, due, apart
         self.arrived = False
@@ -130,3 +139,78 @@ class Borders:
             found = torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
             self._on_device[what, device] = found
         return found
+
+
+class Way(Enum):
+    """How a layer runs a packed row. The order in which they are tried is that of the names here."""
+
+    BORDERS = "its kernels take the borders"
+    GAPS = "its recurrent kernel takes the borders, and blank rows between documents part its convolution"
+    DOCUMENTS = "document by document"
+
+
+Run = Callable[[Way, Borders, torch.Tensor], torch.Tensor]
+"""Runs the layer one way on hidden states [1, T, D]."""
+Whole = Callable[[torch.Tensor], torch.Tensor]
+"""Runs the layer on hidden states [B, S, D], each batch row one document."""
+
+
+@torch.compiler.disable
+def find_way(run: Run, whole: Whole, like: torch.Tensor, ways: list[Way]) -> tuple[Way | None, list[str], bool]:
+    """The first of `ways` that keeps documents apart, why those before it do not, and whether that is certain. None
+    where no way does. Not certain: the layer shows no state now, so only DOCUMENTS, which needs no proof, is safe."""
+    reasons: list[str] = []
+    first, second = LENGTHS
+    with _aside():
+        drawn = torch.randn(2 * first + second, like.shape[-1], generator=torch.Generator().manual_seed(0))
+        one, other, last = drawn.to(like.device, like.dtype).split([first, first, second])
+        rows, changed = (torch.cat([LOUD * loud, last])[None] for loud in (one, other))
+        alone = [whole(document[None]) for document in (LOUD * one, last)]
+        largest, borders = float(alone[1].abs().max()), Borders.of_lengths(LENGTHS)
+        if not _change(whole(rows), whole(changed)) > VISIBLE * largest:
+            return Way.DOCUMENTS, ["its output does not show state yet"], False
+        for way in ways:
+            try:
+                got, again, after = (run(way, borders, one) for one in (rows, rows, changed))
+                reason = _why_wrong(got, again, after, alone, _ALONE.get(like.dtype, 0.1))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # what packages raise that do not know borders is of many kinds
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if not reason:
+                return way, reasons, True
+            reasons.append(f"{way.name.lower()}: {reason}")
+    return None, reasons, True
+
+
+def _change(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of what the second document gives."""
+    return float((one[:, LENGTHS[0] :] - other[:, LENGTHS[0] :]).abs().max())
+
+
+def _why_wrong(
+    got: torch.Tensor, again: torch.Tensor, changed: torch.Tensor, alone: list[torch.Tensor], most: float
+) -> str:
+    """Empty where what came out of two runs, and of one behind another first document, is right."""
+    leak, noise = _change(got, changed), _change(got, again)
+    if not leak <= _NOISE * noise:
+        share = leak / float(alone[1].abs().max())
+        return f"a document changed by {share:.1e} of its largest value with the document before it"
+    for document, expected in zip(got.split(LENGTHS, dim=1), alone):
+        error = float((document - expected).abs().max() / expected.abs().max())
+        if not error <= most:
+            return f"a document differs by {error:.1e} of its largest value from what it gives alone"
+    return ""
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Nothing that runs in here is recorded: not by autograd, not by selective checkpointing, not by autocast, which
+    would keep weights that it cast without gradients for the forward around it."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad(), _disable_current_modes():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

@@ -11,12 +11,12 @@ attention call that is timed when training ends. Exchanges that were not hidden 
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from deepspeed_cad.integrations.structure import decoder_layers
+from torch.utils.benchmark import Timer
 from transformers import TrainerCallback
 
 from deepspeed_cad.attention.layer import LayerKind, kernel_need
@@ -80,15 +80,11 @@ def _seconds_per_unit(binding: Binding, key: PlanKey) -> float:
     on_device = torch.from_numpy(cumulative).to(device)
     sequences = Sequences(cumulative, cumulative, on_device, on_device, rows, rows)
 
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    took = []
-    for _ in range(4):  # the first warms up
-        begin = clock()
+    def run() -> None:
         o, lse = kernel.forward(q, k, v, sequences, rule)
         kernel.backward(torch.ones_like(o), q, k, v, o, lse, sequences, rule)
-        took.append(clock() - begin)
-    return min(took[1:]) / (float(session.cost.cost_for(shape).of(0, rows, key.window)) * shape.groups)
+
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())  # warms up, waits for the GPU
+    return min(timer.timeit(1).mean for _ in range(3)) / (
+        float(session.cost.cost_for(shape).of(0, rows, key.window)) * shape.groups
+    )

@@ -1,12 +1,10 @@
 """Forwards without backward: which of them all ranks run together, and models that are only looked at.
 
-All ranks run them together with `"forward_only": "balanced"`, and by themselves where all ranks are known to run as
-many: inside a step or an evaluation of the Hugging Face Trainer, and for batches of a prepared loader of Accelerate
-that gives every rank as many. Generation is never shared: answers differ in length, or only one rank generates. A rank
-that ran out of batches attends for the others with a model that it calls by itself.
-
-References of a preference loss get CAD's attention by themselves: log-probabilities of two models can only be compared
-to the last bit if the same kernel computed them.
+All ranks run them together with `"forward_only": "balanced"`, and by themselves where all are known to run as many: in
+a step or an evaluation of the Hugging Face Trainer, and of a prepared loader of Accelerate that gives every rank as
+many batches. Generation is never shared: answers differ in length, or only one rank generates. References of a
+preference loss get CAD's attention by themselves: log-probabilities of two models can only be compared to the last bit
+if the same kernel computed them.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,46 +30,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deepspeed_cad")
 
 _MARK = "__deepspeed_cad__"
-_in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
+in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
-_generates: ContextVar[bool] = ContextVar("deepspeed_cad_generates", default=False)
+generating: ContextVar[bool] = ContextVar("deepspeed_cadgenerating", default=False)
+"""`generate` of a model runs."""
 _roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Outermost wrappers of FSDP1 that ran."""
 _even_batch: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("deepspeed_cad_even_batch", default=None)
 """Token ids that every rank's loader gave out last, if it is known to give every rank as many batches."""
 
 
-def wrap_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrap(original)` in the place of a method of another package's class, if that was not done yet."""
+def wrap_once(owner: Any, name: str, run: Callable[..., Any]) -> None:
+    """Put `run(original, self, …)` in the place of a method of another package's class, if that was not done yet."""
     original = getattr(owner, name)
     if not hasattr(original, _MARK):
-        wrapped = wraps(original)(wrap(original))
+        wrapped = wraps(original)(lambda self, *args, **kwargs: run(original, self, *args, **kwargs))
         setattr(wrapped, _MARK, True)
         setattr(owner, name, wrapped)
 
 
 def are_shared(session: Session, given: Mapping[str, Any]) -> bool:
     """Whether a forward without backward that is given this, and no cache, is run by all ranks together."""
-    if session.group_ranks == 1 or _generates.get():
+    if session.group_ranks == 1 or generating.get():
         return False
     even, ids = _even_batch.get(), given.get("input_ids")
     of_even_loader = even is not None and ids is not None and even() is ids
-    return session.config.forward_only == "balanced" or _in_step.get() or of_even_loader
-
-
-def generates() -> bool:
-    """Whether `generate` of a model runs."""
-    return _generates.get()
+    return session.config.forward_only == "balanced" or in_step.get() or of_even_loader
 
 
 @contextmanager
-def in_step() -> Iterator[None]:
-    """All ranks run the same forwards in here."""
-    token = _in_step.set(True)
+def within(what: ContextVar[bool]) -> Iterator[None]:
+    """It is so in here."""
+    token = what.set(True)
     try:
         yield
     finally:
-        _in_step.reset(token)
+        what.reset(token)
 
 
 def given_out(batch: Any) -> None:
@@ -83,17 +77,11 @@ def given_out(batch: Any) -> None:
 def install_generation_hooks(module: ModuleType) -> None:
     """Wrap `generate` of the module `transformers.generation.utils`. Idempotent."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _generates.set(True)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                _generates.reset(token)
+    def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        with within(generating):
+            return original(self, *args, **kwargs)
 
-        return generate
-
-    wrap_once(module.GenerationMixin, "generate", wrap)
+    wrap_once(module.GenerationMixin, "generate", generate)
 
 
 def root_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -104,16 +92,13 @@ def root_of(model: torch.nn.Module) -> torch.nn.Module:
 def install_root_hooks(module: ModuleType) -> None:
     """Wrap FSDP1 of the module `torch.distributed.fsdp.fully_sharded_data_parallel`. Idempotent."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
-            if self._is_root:
-                _roots.add(self)
-            return output
+    def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if self._is_root:
+            _roots.add(self)
+        return output
 
-        return forward
-
-    wrap_once(module.FullyShardedDataParallel, "forward", wrap)
+    wrap_once(module.FullyShardedDataParallel, "forward", forward)
 
 
 def follow(binding: Binding) -> None:
@@ -134,7 +119,7 @@ def follow(binding: Binding) -> None:
                     "that it never ran, so it cannot attend for them: turn CAD on for it with "
                     "deepspeed_cad.apply(model), or run it at least once on every rank"
                 )
-            looks.follows = looks.feed.follow(said)
+            looks.follows = looks.feed.follow(partial(list, said))
             # OpenRLHF's critic gives values of actions, or this.
             takes = inspect.signature(model.forward).parameters
             root_of(model)(**given, **({"return_output": True} if "return_output" in takes else {}))
@@ -144,40 +129,29 @@ def install_worker_hooks(module: ModuleType) -> None:
     """Wrap `execute_batch` of all workers of the module `openrlhf.trainer.ray.launcher`: its experience maker runs
     forwards without backward by it, and no other place knows where a worker's own end. Idempotent."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            results = original(self, *args, **kwargs)
-            session = current_session()
-            binding = None if session is None else next(iter(session.bindings.values()), None)
-            if binding is not None:  # of whichever model: it follows all
-                binding.follow()
-            return results
-
-        return execute_batch
+    def execute_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, *args, **kwargs)
+        session = current_session()
+        binding = None if session is None else next(iter(session.bindings.values()), None)
+        if binding is not None:  # of whichever model: it follows all
+            binding.follow()
+        return results
 
     workers = [one.__ray_metadata__.modified_class for one in vars(module).values() if hasattr(one, "__ray_metadata__")]
     for cls in (module.BaseModelActor, *workers):  # Ray gave these copies of what they inherit
-        wrap_once(cls, "execute_batch", wrap)
-
-
-# Models that are only looked at
+        wrap_once(cls, "execute_batch", execute_batch)
 
 
 def watch_for_references(decoder: torch.nn.Module, bind: Callable[[torch.nn.Module, Session], None]) -> None:
-    """From now on call `bind` for each other decoder of this class, before its first forward without gradients.
+    """From now on call `bind` for each other decoder of this class, before its first forward without gradients. A
+    session says which decoders it knows. Idempotent."""
 
-    A session says which decoders it knows. Idempotent.
-    """
+    def call(original: Callable[..., Any], self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            _look(self, bind)
+        return original(self, *args, **kwargs)
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-                _look(self, bind)
-            return original(self, *args, **kwargs)
-
-        return call
-
-    wrap_once(_class_of(decoder), "__call__", wrap)
+    wrap_once(_class_of(decoder), "__call__", call)
 
 
 def _class_of(decoder: torch.nn.Module) -> type:

@@ -16,15 +16,10 @@ import numpy as np
 import torch
 from deepspeed_cad.integrations.mask_check import check_mask, is_of_a_piece
 from deepspeed_cad.integrations.positions import Unread
-from deepspeed_cad.integrations.shares import attend_locally, is_divided, refuse_heads, to_local
-from deepspeed_cad.integrations.structure import (
-    default_attention,
-    has_chunks,
-    local_attention,
-    name_layer,
-)
-from deepspeed_cad.integrations.ulysses import PieceMask
+from deepspeed_cad.integrations.shares import PieceMask, attend_locally, refuse_heads, to_local
+from deepspeed_cad.integrations.structure import default_attention, has_chunks, local_attention, name_layer
 from deepspeed_cad.integrations.verify import Alone, Check
+from torch.distributed.tensor import DTensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.attention.layer import LayerInput
@@ -71,7 +66,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
     """The mask function: the running forward's descriptor, or the model's own mask outside of one."""
     scope = running.get()
     if scope is not None and scope.in_pieces:
-        return scope.binding.ulysses.mask(None, kwargs.get("local_size"))
+        return PieceMask(scope.binding, None, kwargs.get("local_size"))
     if scope is None or scope.micro_batch is None:
         name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
         known = name in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
@@ -98,7 +93,7 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
             scope.binding.feed.fail(error)
     found = session.descriptor(scope.micro_batch, None if chunk else window, chunk=chunk)
     if scope.binding.ulysses is not None:
-        return scope.binding.ulysses.mask(found, window)
+        return PieceMask(scope.binding, found, window)
     return found if scope.part is None else found.part(scope.part)
 
 
@@ -115,12 +110,10 @@ def cad_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V].
-
-    What ranks divide among them comes as DTensors, or as this rank's part: attention is that of its heads.
-    """
+    """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]. What ranks divide
+    among them comes as DTensors, or as this rank's part: attention is that of its heads."""
     given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, **kwargs}
-    if is_divided(query):
+    if isinstance(query, DTensor):
         given |= {"module": module, "attention_mask": attention_mask}
         return attend_locally(cad_attention, query, key, value, s_aux, **given), None
     given["s_aux"] = s_aux = None if s_aux is None else to_local(s_aux)
@@ -160,12 +153,10 @@ def attend_layer(
     sinks: torch.Tensor | None,
     others: Mapping[str, Any],
 ) -> torch.Tensor:
-    """O [B, S, H, V] of a layer, from q [B, H, S, D], k and v [B, K, S, D or V].
-
-    `run`: see function.attend; `others`: all else that the attention function received. Raises CADUnsupportedError for
-    what changes what attention computes, and CADError where there are more keys than queries. `is_causal` is not looked
-    at: models set it to False wherever a mask is given.
-    """
+    """O [B, S, H, V] of a layer, from q [B, H, S, D], k and v [B, K, S, D or V]. `run`: see function.attend; `others`:
+    all else that the attention function received. Raises CADUnsupportedError for what changes what attention computes,
+    and CADError where there are more keys than queries. `is_causal` is not looked at: models set it to False wherever a
+    mask is given."""
     if dropout:
         raise CADUnsupportedError(
             f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"

@@ -1,7 +1,8 @@
 """A decoder of transformers that runs as two nano-batches which alternate over its layers: `"overlap": "interleave"`.
 
 It gets a subclass of its own class, whose forward runs the original twice, in two greenlets, each with its share of the
-arguments and a scope that says which nano-batch it is, and joins what both return: see nano_batches.py for the order.
+arguments and a scope that says which nano-batch it is, and joins what both return (tensors, tuples, dicts, output
+classes of transformers): see nano_batches.py for the order.
 Where that cannot be, one line says why, and micro-batches are no longer cut: as with `"local_first"`. Nothing is looked
 at but the model and what wraps its modules, so every rank finds the same.
 """
@@ -11,14 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from deepspeed_cad.integrations.functions import Scope, running
 from deepspeed_cad.integrations.models import LAYER_TYPES, batch_rope, is_reentrant
-from deepspeed_cad.integrations.row_cut import CannotJoin, RowCut
 from deepspeed_cad.integrations.structure import decoder_layers, subclass_of
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
@@ -62,7 +63,7 @@ def _interleaved_class(cls: type[nn.Module]) -> type:
         if scope.binding.decoder() is not self or len(scope.micro_batch.ticks) == 1 or records(self, kwargs):
             return whole(*args, **kwargs)
         if scope.binding.in_turn is None:  # its first forward, when every wrapper is on it
-            _refuse(scope.binding, why_not_twice(self))
+            _refuse(scope.binding, next(why_not_twice(self), ""))
         if scope.binding.in_turn:
             return whole(*args, **kwargs)
         return _run_parts(whole, scope, scope.micro_batch, args, kwargs)
@@ -96,11 +97,11 @@ def _run_parts(
     seed = (torch.initial_seed() + (micro_batch.turn + 1) * _GOLDEN) % 2**63
     streams = RandomStream(device), RandomStream(device, seed)
     try:
-        with _DynamoOff() as dynamo:
+        with _dynamo_off() as seen:
 
             def run(part: int) -> Any:
                 running.set(replace(scope, part=part))
-                return dynamo.run(whole, (), {name: pair[part] for name, pair in pairs.items()})
+                return seen(whole, {name: pair[part] for name, pair in pairs.items()})
 
             states = ThreadState(device, streams[0]), ThreadState(device, streams[1])
             first, second = run_alternating(lambda: run(0), lambda: run(1), states)
@@ -117,35 +118,27 @@ def _run_parts(
     return whole(*args, **kwargs)
 
 
-class _DynamoOff:
-    """Keeps torch.compile's frame hook off inside, except in `run`: Dynamo looks at both runs of a compiled decoder and
-    not at what alternates them. It is off whenever nano-batches hand over."""
+@contextmanager
+def _dynamo_off() -> Iterator[Callable[..., Any]]:
+    """Keeps torch.compile's frame hook off inside, except in what is called by the function that it gives: Dynamo looks
+    at both runs of a compiled decoder and not at what alternates them. It is off whenever nano-batches hand over."""
+    hook = set_eval_frame(None)
 
-    def __enter__(self) -> _DynamoOff:
-        self._hook = set_eval_frame(None)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        set_eval_frame(self._hook)
-
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call with the hook as it was outside."""
-        set_eval_frame(self._hook)
+    def call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+        set_eval_frame(hook)
         try:
-            return function(*args, **kwargs)
+            return function(**given)
         finally:
             set_eval_frame(None)
 
-
-# Why not
-
-
-def why_not_twice(decoder: nn.Module) -> str:
-    """Why the decoder's forward cannot run twice at a time, each on a part of the tokens; empty where it can."""
-    return next(_reasons(decoder), "")
+    try:
+        yield call
+    finally:
+        set_eval_frame(hook)
 
 
-def _reasons(decoder: nn.Module) -> Iterator[str]:
+def why_not_twice(decoder: nn.Module) -> Iterator[str]:
+    """Why the decoder's forward cannot run twice at a time, each on a part of the tokens."""
     config = getattr(decoder, "config", None)
     # Each call of a layer gathers its parameters and gives them back, while the other nano-batch is inside.
     if any(hasattr(parameter, "ds_id") for parameter in decoder.parameters()):
@@ -181,3 +174,89 @@ def records(decoder: nn.Module, given: Mapping[str, Any]) -> bool:
     config = getattr(decoder, "config", None)
     names = ("output_hidden_states", "output_router_logits")
     return any(getattr(config, name, False) if given.get(name) is None else given[name] for name in names)
+
+
+class CannotJoin(Exception):
+    """What of an output has no rows, in words."""
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """Between the tokens of one row, or between batch rows. A nano-batch without rows runs on a stand-in, since models
+    cannot run on none, and `join` drops it."""
+
+    batch: int
+    width: int
+    at: int
+    """Rows of the flattened [batch · width] buffer in the first nano-batch; a multiple of `width` if batch > 1."""
+
+    def split(self, value: Any) -> tuple[Any, Any]:
+        """An argument for both nano-batches; what has no rows to cut goes to both unchanged."""
+        if isinstance(value, torch.Tensor):
+            dim = self._dim(value)
+            return (value, value) if dim is None else self._halves(value, dim)
+        if type(value) in (tuple, list):
+            pairs = [self.split(item) for item in value]
+            return type(value)(a for a, _ in pairs), type(value)(b for _, b in pairs)
+        if type(value) is dict:
+            pairs_of = {key: self.split(item) for key, item in value.items()}
+            return {k: a for k, (a, _) in pairs_of.items()}, {k: b for k, (_, b) in pairs_of.items()}
+        return value, value
+
+    def _dim(self, value: torch.Tensor) -> int | None:
+        """The dimension of an argument that has rows."""
+        shape, rows = tuple(value.shape), (self.batch, self.width)
+        # Of [X, batch, width, ...] X are axes of positions, and not batch rows.
+        axes = self.batch == 1 or shape[:1] != (self.batch,) or not value.is_floating_point()
+        if self.batch == 1:
+            if shape[:2] == rows:
+                return 1
+            if shape == (self.width,):
+                return 0
+            if len(shape) == 4 and shape[0] == 1 and shape[2] == self.width:
+                return 2  # heads before tokens
+        if axes and shape[1:3] == rows:
+            return 2 if self.batch == 1 else 1
+        return 0 if self.batch > 1 and len(shape) >= 2 and shape[0] == self.batch else None
+
+    def _halves(self, value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        at, rows = self._at, value.shape[dim]
+        # One split, not two slices: its backward is one concatenation instead of two zero-filled tensors and a sum.
+        first, second = torch.split(value, [at, rows - at], dim=dim)
+        return first if at else value.narrow(dim, 0, 1), second if at < rows else value.narrow(dim, 0, 1)
+
+    @property
+    def _at(self) -> int:
+        return self.at if self.batch == 1 else self.at // self.width
+
+    def join(self, first: Any, second: Any, name: str = "its output") -> Any:
+        """What the decoder would have returned; `name` says in errors where in the output it is."""
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            return self._join_rows(first, second, name)
+        if first is second:
+            return first
+        if type(first) is not type(second):
+            raise CannotJoin(f"{name}, a {type(first).__name__} and a {type(second).__name__}")
+        if isinstance(first, dict) and first.keys() == second.keys():
+            joined = type(first)()
+            for key in first:  # one by one: recorded outputs have keys that an output class does not declare
+                joined[key] = self.join(first[key], second[key], f'"{key}"')
+            return joined
+        if type(first) in (tuple, list) and len(first) == len(second):
+            return type(first)(self.join(x, y, f"{name}[{i}]") for i, (x, y) in enumerate(zip(first, second)))
+        if isinstance(first, (bool, int, str)) and first == second:
+            return first
+        raise CannotJoin(f"{name}, a {type(first).__name__}")
+
+    def _join_rows(self, first: torch.Tensor, second: torch.Tensor, name: str) -> torch.Tensor:
+        at, rows = self._at, self.width if self.batch == 1 else self.batch
+        counts = max(at, 1), max(rows - at, 1)
+        shapes = [list(x.shape) for x in (first, second)]
+        dim = int(self.batch == 1 and all(len(one) >= 2 and one[0] == 1 for one in shapes))
+        # Routers flatten batch rows.
+        each = self.width if self.batch > 1 and shapes[0][:1] == [counts[0] * self.width] else 1
+        if first.ndim <= dim or shapes != [[*shapes[0][:dim], n * each, *shapes[0][dim + 1 :]] for n in counts]:
+            raise CannotJoin(f"{name} of shapes {shapes[0]} and {shapes[1]}")
+        # A stand-in stays in the graph, so that the backward of both nano-batches runs on every rank.
+        joined = torch.cat([first, second], dim)
+        return joined if 0 < at < rows else joined.narrow(dim, each if at == 0 else 0, rows * each)

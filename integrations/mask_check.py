@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.layout import PADDING, LocalSegments
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -58,11 +58,9 @@ def is_of_a_piece(local: LocalSegments, given: dict[str, Any], shares: int) -> b
 
 
 def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], forwards: int) -> None:
-    """Compare samples of the mask function that transformers passes with what the plan computes.
-
-    `given` are the keyword arguments of the mask interface function. Inside a document both must agree. Across
-    documents the model may show more: CAD separates documents itself. Raises CADUnsupportedError where they differ.
-    """
+    """Compare samples of the mask function that transformers passes with what the plan computes. `given` are the
+    keyword arguments of the mask interface function. Inside a document both must agree. Across documents the model may
+    show more: CAD separates documents itself. Raises CADUnsupportedError where they differ."""
     function = given.get("mask_function")
     if not is_due(forwards):
         return
@@ -113,15 +111,10 @@ def _geometry(given: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _rows(local: LocalSegments) -> tuple[Ints, Ints]:
-    """Segment and position of every row; segment -1 for padding.
-
-    Not the document: of one that lies in pieces the model's own mask shows no piece to another.
-    """
-    document, position = np.full(local.tokens, -1, np.int64), np.zeros(local.tokens, np.int64)
-    for number, (begin, end, offset) in enumerate(local.to_array()):
-        here = slice(offset, offset + end - begin)
-        document[here] = number
-        position[here] = np.arange(begin, end)
+    """Segment and position of every row; segment -1 for padding. Not the document: of one that lies in pieces the
+    model's own mask shows no piece to another."""
+    document, position = np.full(local.tokens, -1, np.int64), local.positions()
+    document[position != PADDING] = np.repeat(np.arange(len(local.begin)), local.end - local.begin)
     return document, position
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ _ATTENTION_DROPOUT = re.compile(r"att(entio)?n.*drop|drop.*att(entio)?n")
 _BIDIRECTIONAL = "tokens would see later tokens, and CAD computes causal attention"
 _CROSSING = "cross-attention reads tokens that are in no document"
 _STATE = re.compile(r"(^|\.)(A_log|dt_bias|time_decay)$")
+_MACHINE_FIELDS = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"}
 
 
 class Refusal(NamedTuple):
@@ -51,10 +52,8 @@ class Refusal(NamedTuple):
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly.
-
-    A model that passes every check but was never tried is accepted with a warning.
-    """
+    """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly. A model that passes every
+    check but was never tried is accepted with a warning."""
     kind = getattr(model.config, "model_type", "")
     part = text_part(model)
     for check in (_of_family, _of_layers, _of_modules, _of_interface, _of_scores):
@@ -83,17 +82,15 @@ def has_cad(model: PreTrainedModel, must: bool) -> bool:
     return True
 
 
-# The checks, from what a model is to what it contains
-
-
 def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         yield Refusal("is_encoder_decoder is True", "an encoder and cross-attention do not fit causal documents")
     kind = getattr(config, "model_type", "")
     reason = REFUSED.get(kind)
-    parts = sorted(name for name in vars(config) if name.endswith("_config") and _is_config(getattr(config, name)))
-    other = [name for name in parts if name in ("text_config", "vision_config", "audio_config", "decoder_config")]
+    several = ("audio_config", "decoder_config", "text_config", "vision_config")
+    parts = {name: vars(config)[name] for name in several if name in vars(config)}
+    other = [name for name, part in parts.items() if isinstance(part, dict) or hasattr(part, "to_dict")]
     if other:
         yield Refusal(
             f"its config has {', '.join(other)}",
@@ -227,11 +224,9 @@ def refuse_beside_chunks(session: Session) -> None:
 
 
 def refuse_checkpointing(decoder: nn.Module) -> None:
-    """Raise CADUnsupportedError for reentrant checkpointing of a mixture of experts.
-
-    `decoder`: the module whose layers are checkpointed. Reentrant checkpointing runs the first forward without
-    autograd, so the router's logits, which leave the layer on the side, lose the gradient of the auxiliary loss.
-    """
+    """Raise CADUnsupportedError for reentrant checkpointing of a mixture of experts. `decoder`: the module whose layers
+    are checkpointed. Reentrant checkpointing runs the first forward without autograd, so the router's logits, which
+    leave the layer on the side, lose the gradient of the auxiliary loss."""
     config = getattr(decoder, "config", None)
     if config is None or not is_mixture(config):
         return
@@ -248,12 +243,10 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
 
 
 def refuse_spanning(config: Any, state: str = "") -> None:
-    """Raise CADUnsupportedError if documents of this model must not span ranks.
-
-    `state`: why that of its layers cannot travel from rank to rank; empty where it can, or has none.
-    With the RoPE types "dynamic" and "longrope" the frequencies depend on the largest position in the batch, so the
-    parts of one document would be rotated differently on different ranks.
-    """
+    """Raise CADUnsupportedError if documents of this model must not span ranks. `state`: why that of its layers cannot
+    travel from rank to rank; empty where it can, or has none. With the RoPE types "dynamic" and "longrope" the
+    frequencies depend on the largest position in the batch, so the parts of one document would be rotated differently
+    on different ranks."""
     if state:
         raise CADUnsupportedError(
             f"a document begins on another rank than it ends, and {state}. Give every rank whole documents: cut none "
@@ -285,31 +278,17 @@ def is_mixture(config: Any) -> bool:
 
 def describe(model: PreTrainedModel) -> str:
     """A text that is equal on all ranks exactly where the models are: class and config without paths and versions."""
-    return f"{type(model).__name__} {json.dumps(_stable(model.config.to_dict()), sort_keys=True)}"
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))
+        return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
-_MACHINE_FIELDS = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"}
+    def stable(found: dict[str, Any]) -> dict[str, Any]:
+        return {key: found[key] for key in found if key not in _MACHINE_FIELDS and not key.startswith("_attn_impl")}
 
-
-def _stable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        kept = {str(key): item for key, item in value.items()}
-        return {
-            key: _stable(item)
-            for key, item in kept.items()
-            if key not in _MACHINE_FIELDS and not key.startswith("_attn_implementation")
-        }
-    if isinstance(value, (list, tuple)):
-        return [_stable(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(item) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
-
-
-def _is_config(value: Any) -> bool:
-    return isinstance(value, dict) or hasattr(value, "to_dict")
+    fields = json.loads(json.dumps(model.config.to_dict(), default=plain), object_hook=stable)
+    return f"{type(model).__name__} {json.dumps(fields, sort_keys=True)}"
 
 
 def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -326,10 +305,8 @@ def _homes(model: PreTrainedModel) -> Iterator[Any]:
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     for name in dict.fromkeys(cls.__module__ for cls in classes):
         # Of torch and transformers only the models: their base classes import much that a model does not use.
-        shared = name.startswith(("torch.", "builtins", "transformers.")) and not name.startswith(
-            "transformers.models."
-        )
-        if not shared and name in sys.modules:
+        shared = name.startswith(("torch.", "builtins", "transformers."))
+        if name in sys.modules and (not shared or name.startswith("transformers.models.")):
             yield sys.modules[name]
 
 

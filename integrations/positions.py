@@ -42,10 +42,8 @@ def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | No
 
 
 def plain_mask(given: dict[str, Any]) -> dict[str, Any]:
-    """The mask as a model expects it: 1 for tokens and 0 for padding, also where it numbers documents.
-
-    None in place of one with four axes: transformers would hand it to layers past the mask function.
-    """
+    """The mask as a model expects it: 1 for tokens and 0 for padding, also where it numbers documents. None in place of
+    one with four axes: transformers would hand it to layers past the mask function."""
     mask = given.get(MASK)
     if not isinstance(mask, torch.Tensor):
         return {}

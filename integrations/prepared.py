@@ -25,22 +25,20 @@ if TYPE_CHECKING:
 
 def install_loader_hooks(module: ModuleType) -> None:
     """Wrap the iteration of prepared loaders of the module `accelerate.data_loader`. Idempotent."""
-    wrap_once(module.DataLoaderShard, "__iter__", lambda original: lambda self: PreparedIterator(self, original(self)))
+    wrap_once(module.DataLoaderShard, "__iter__", lambda original, self: PreparedIterator(self, original(self)))
 
 
-class PreparedIterator:
+class PreparedIterator(Iterator[Any]):
     """The batches of a prepared loader, announced from the second of an epoch on where the first was trained."""
 
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
-        self.loader, self._plain = loader, batches
+        self.loader, self.plain = loader, batches
+        """The batches, for somebody else to announce; only before the first was taken."""
         self._binding: Binding | None = None
         self._even = _gives_as_many(loader)
         self._counted = (0, 0)
         """Training forwards, and those without backward that ranks ran together, before the first batch."""
         self._batches = self._announced()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:
@@ -50,10 +48,6 @@ class PreparedIterator:
             raise
         given_out(batch if self._even else None)
         return batch
-
-    def plain(self) -> Iterator[Any]:
-        """The batches, for somebody else to announce; only before the first was taken."""
-        return self._plain
 
     def drop(self) -> None:
         """Nothing more of this epoch is trained: what was announced is dropped, on every rank."""
@@ -66,7 +60,7 @@ class PreparedIterator:
         if binding is not None and binding.announcer is not None and binding.announcer.loader is self.loader:
             binding.announcer.drop()  # the epoch before was broken off, and its iterator is still there
         try:
-            first = next(self._plain)
+            first = next(self.plain)
         except StopIteration:
             return
         if binding is not None:
@@ -74,13 +68,13 @@ class PreparedIterator:
         yield first
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
         if binding is None or binding.announcer is not None or binding.forwards != self._counted[0] + 1:
-            yield from self._plain
+            yield from self.plain
         elif not binding.feed.agree_to_announce(_reads(binding, first)):
-            yield from self._plain
+            yield from self.plain
         else:
             binding.announcer = self
             try:
-                yield from LookAheadLoader(_Rest(self.loader, self._plain), binding.feed)
+                yield from LookAheadLoader(self.loader, binding.feed, batches=self.plain)
             finally:
                 # Also where the script breaks off: the iterator goes with its loop.
                 self.drop()
@@ -104,25 +98,6 @@ class PreparedIterator:
         return found
 
 
-class _Rest:
-    """What is left of an epoch, as a loader; it says where the prepared loader ends."""
-
-    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
-        self._loader, self._batches = loader, batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch that was read last is the last; Accelerate ends an accumulation there."""
-        return bool(self._loader.end_of_dataloader)
-
-    @end_of_dataloader.setter
-    def end_of_dataloader(self, value: bool) -> None:
-        self._loader.end_of_dataloader = value
-
-
 def _gives_as_many(loader: Any) -> bool:
     """Whether a prepared loader is known to give every rank as many batches."""
     sampler = getattr(loader, "batch_sampler", None)
@@ -136,9 +111,6 @@ def _reads(binding: Binding, batch: Any) -> bool:
     except (CADError, AttributeError, TypeError):
         return False
     return binding.last_read is not None and mine.local.same_as(binding.last_read)
-
-
-# What does not go together with CAD
 
 
 def refuse_accelerator(accelerator: Any) -> None:

@@ -2,7 +2,7 @@
 
 Where the kernels of delta nets, state spaces (Mamba) and short convolutions take borders of documents they get them;
 where only a convolution ignores them, blank rows part the documents; else documents run one by one, which is exact
-whatever the layer does. `state_check.py` finds out which, on the layer itself. The borders come to a decoder layer as
+whatever the layer does. `borders.py` finds out which, on the layer itself. The borders come to a decoder layer as
 an argument, so that every kind of checkpointing repeats them, and from there to the layers inside. `B` batch rows, `S`
 tokens of each, `T` = B · S, `D` hidden size.
 """
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.borders import NAME, Borders
+from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_way
 from deepspeed_cad.integrations.spanning import run_over_ranks
-from deepspeed_cad.integrations.state_check import Way, find_way
 from deepspeed_cad.integrations.structure import has_cache, inside_wrappers, mix_in, name_layer
 from torch import nn
 
@@ -60,11 +59,9 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 def keep_whole(model: nn.Module) -> None:
-    """Tell ZeRO-3 to gather each of these layers as a whole; before the engine puts its hooks on the model.
-
-    Run document by document, a layer calls its projections once per document, and ZeRO-3 would gather them as often: a
-    different number of times on each rank, which hangs.
-    """
+    """Tell ZeRO-3 to gather each of these layers as a whole; before the engine puts its hooks on the model. Run
+    document by document, a layer calls its projections once per document, and ZeRO-3 would gather them as often: a
+    different number of times on each rank, which hangs."""
     for module in find_recurrent(model).values():
         hooks = module._forward_pre_hooks.values()
         if not any(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks):
@@ -72,10 +69,8 @@ def keep_whole(model: nn.Module) -> None:
 
 
 class Ways:
-    """How the layers of one model are run, by kind; found out at their first forward.
-
-    Not a dataclass, as it travels with the borders among a layer's arguments.
-    """
+    """How the layers of one model are run, by kind; found out at their first forward. Not a dataclass, as it travels
+    with the borders among a layer's arguments."""
 
     def __init__(self, fail: Callable[[CADError], Any]) -> None:
         """`fail` stops all ranks with an error."""

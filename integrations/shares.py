@@ -1,33 +1,39 @@
-"""Which ranks divide a model's heads among them, as its host framework says.
+"""Which ranks divide a model's heads among them, as its host framework says, and attention of this rank's heads.
 
 In: a model whose parameters are DTensors of a mesh, or that transformers has divided by its plan; what its layers then
-hand to attention. Out: a `Replica`, or None where every rank has all heads; attention of this rank's heads.
+hand to attention, or DeepSpeed's Ulysses around it. Out: a `Replica`, or None where every rank has all heads; O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations.structure import name_layer
 from torch.distributed.tensor import DTensor, Partial, Shard
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.layout import segments_from_positions
 from deepspeed_cad.shares import DATA, TENSOR, Replica, replica_in
+
+if TYPE_CHECKING:
+    from deepspeed_cad.integrations.transformers import Binding
 
 _APART = (*DATA, "dp_cp", "dp_shard_cp", "ep", "efsdp", "pp")
 """Names of axes of parameters' meshes that do not divide heads: Accelerate's and transformers' own among them."""
 HEADS = 1
 """Their axis in what attention functions of transformers are given."""
+_ULYSSES = "UlyssesSPAttentionHF"
 
 
 def find_replica(model: torch.nn.Module) -> Replica | None:
-    """The ranks with which this one divides the heads of a model; None: it has all of them.
-
-    Raises CADConfigError where parameters lie on a mesh of which it is not known what its axes divide.
-    """
+    """The ranks with which this one divides the heads of a model; None: it has all of them. Raises CADConfigError where
+    parameters lie on a mesh of which it is not known what its axes divide."""
     if not dist.is_initialized():
         return None
     mesh = getattr(model, "_device_mesh", None)
@@ -35,7 +41,9 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
         # Before it had meshes of several axes, transformers named none: that of tensor parallelism.
         return Replica(tuple(mesh.mesh.reshape(-1).tolist()))
     whole = any("FSDP" in type(module).__name__ for module in model.modules())
-    for mesh in _meshes(model):
+    meshes = [mesh] if mesh is not None else []
+    meshes += [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    for mesh in dict.fromkeys(meshes):
         names = tuple(mesh.mesh_dim_names or ())
         if any(name in TENSOR and size > 1 for name, size in zip(names, mesh.shape)):
             return replica_in(mesh, dist.get_rank())
@@ -50,18 +58,11 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
     return None
 
 
-def is_divided(x: Any) -> bool:
-    """Whether a tensor is a DTensor."""
-    return isinstance(x, DTensor)
-
-
 def attend_locally(
     attend: Callable[..., tuple[torch.Tensor, None]], q: Any, k: Any, v: Any, sinks: Any, **given: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of this rank's heads of DTensors q [B, H, S, D], k and v [B, K, S, D]; gives a DTensor [B, S, H, V].
-
-    Raises CADUnsupportedError where something else than heads is divided.
-    """
+    Raises CADUnsupportedError where something else than heads is divided."""
     placements = q.placements
     if any(not (one.is_replicate() or one.is_shard(HEADS)) for one in placements):
         raise CADUnsupportedError(
@@ -80,10 +81,8 @@ def attend_locally(
 
 def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, sinks: torch.Tensor | None) -> None:
     """Raise CADUnsupportedError where a rank has query heads that belong to other KV heads than those that it has.
-
     query [B, H, S, D], key [B, K, S, D], sinks [H]. One KV head belongs to all; of several that every rank repeats
-    nobody says which are those of its queries.
-    """
+    nobody says which are those of its queries."""
     if sinks is not None and len(sinks) != query.shape[1]:
         raise CADUnsupportedError(
             f"{name_layer(module)} has {query.shape[1]} query heads on this rank and {len(sinks)} attention sinks, one "
@@ -103,10 +102,11 @@ def refuse_parts_of_heads(model: torch.nn.Module, shares: int) -> None:
     for module in model.modules():
         for name in ("q_proj", "k_proj"):
             weight: Any = getattr(getattr(module, name, None), "weight", None)
-            if not hasattr(module, "head_dim") or not is_divided(weight):
+            size: Any = getattr(module, "head_dim", None)
+            if size is None or not isinstance(weight, DTensor):
                 continue
             axes = zip(weight.device_mesh.mesh_dim_names or (), weight.placements)
-            heads = weight.shape[0] // module.head_dim
+            heads = weight.shape[0] // size
             if heads % shares and any(axis in TENSOR and one.is_shard(0) for axis, one in axes):
                 raise CADUnsupportedError(
                     f"{shares} ranks divide {name} of {name_layer(module)}, which has {heads} heads: each rank must "
@@ -115,12 +115,9 @@ def refuse_parts_of_heads(model: torch.nn.Module, shares: int) -> None:
 
 
 def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor as it is.
-
-    `of_queries`: their placements. Where every rank has all of `x` but queries of its own, each knows a part of its
-    gradient.
-    """
-    if not is_divided(x):
+    """This rank's part of a DTensor; any other tensor as it is. `of_queries`: their placements. Where every rank has
+    all of `x` but queries of its own, each knows a part of its gradient."""
+    if not isinstance(x, DTensor):
         return x
     gradients = [
         Partial() if own.is_replicate() and not other.is_replicate() else own
@@ -130,9 +127,55 @@ def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
     return local
 
 
-def _meshes(model: torch.nn.Module) -> Iterator[Any]:
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None:
-        yield mesh
-    found = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    yield from dict.fromkeys(found)
+# Ulysses around CAD: it gives every rank all tokens of a few heads, and CAD attends. In evaluation documents are read
+# from the positions that Ulysses gathers, because each rank's batch has a piece of them only.
+
+
+def find_ulysses(name: str) -> Any:
+    """The all-to-alls of the attention that a model has without CAD. Raises CADUnsupportedError where it has none."""
+    found = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None
+    for cell in getattr(found, "__closure__", None) or ():
+        if type(cell.cell_contents).__name__ == _ULYSSES:
+            return cell.cell_contents
+    raise CADUnsupportedError(
+        f"ranks have pieces of each row (sequence parallelism), but the attention {name} of the model is not that of "
+        f"DeepSpeed's {_ULYSSES}: call its register_with_transformers before CAD is turned on, or train without CAD"
+    )
+
+
+class PieceMask:
+    """Stands where layers that have a piece of the tokens expect a mask. Not a dataclass: see MaskDescriptor."""
+
+    def __init__(self, binding: Binding, inside: MaskDescriptor | None, window: int | None) -> None:
+        """`inside`: the descriptor of all tokens; None: in evaluation."""
+        self.binding, self.inside, self.window = binding, inside, window
+
+    def attend(
+        self, attend: Callable[..., Any], module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, **given: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Attention of a piece: query [B, H, S / T, D], key and value [B, K, S / T, D]; gives [B, S / T, H · D].
+        `attend`: attention of all tokens and some heads."""
+        # A copy: other models of this process keep theirs, and so does this one without CAD.
+        around = copy.copy(self.binding.ulysses)
+
+        def inside(
+            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
+            s_aux: torch.Tensor | None = None, **given: Any,
+        ) -> Any:  # fmt: skip
+            heads = query.shape[1]
+            if s_aux is not None and len(s_aux) > heads:
+                s_aux = s_aux[around.sp_rank * heads :][:heads]
+            if self.inside is None:
+                self.inside = self._evaluate(given["position_ids"])
+            return attend(module, query, key, value, self.inside, s_aux=s_aux, **given)
+
+        around.attn = inside
+        o: torch.Tensor = around(module, query, key, value, None, **given)[0]
+        return o, None
+
+    def _evaluate(self, position_ids: torch.Tensor) -> MaskDescriptor:
+        """For positions [B, S] of whole rows."""
+        session = self.binding.session
+        micro_batch = session.plans.open_local(segments_from_positions(position_ids.detach().cpu().numpy()))
+        return session.descriptor(micro_batch, self.window)

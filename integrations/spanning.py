@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed_cad.integrations.structure import name_layer
+from torch import nn
 
 from deepspeed_cad.attention.spanning import Share, Spanning
 from deepspeed_cad.errors import CADUnsupportedError
@@ -38,7 +39,7 @@ FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Convolution and kernel in one: they give None where they cannot run, and the layer takes the two instead."""
 
 
-def why_not(session: Session, layers: Mapping[str, torch.nn.Module]) -> str:
+def why_not(session: Session, layers: Mapping[str, nn.Module]) -> str:
     """Why documents must not span ranks in a model with these layers that carry state; empty where they may."""
     module = next(iter(layers.values()))
     if session.servers.at_start:
@@ -54,7 +55,7 @@ def why_not(session: Session, layers: Mapping[str, torch.nn.Module]) -> str:
 
 @torch.compiler.disable
 def run_over_ranks(
-    module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], hidden_1TD: torch.Tensor, spanning: Spanning
+    module: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], hidden_1TD: torch.Tensor, spanning: Spanning
 ) -> torch.Tensor:
     """A layer's output [1, T, D] for this rank's rows of documents that span ranks, or for one row that stands in
     where it has none. Collective: every rank runs the same layers."""
@@ -95,12 +96,7 @@ def _replaced(home: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]
 
 
 def _convolve(
-    own: Callable[..., torch.Tensor],
-    spanning: Spanning,
-    layer: torch.nn.Module,
-    x_1CT: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    own: Callable[..., Any], spanning: Spanning, layer: nn.Module, x_1CT: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """A causal convolution whose pieces have the rows before them in front."""
     weight = args[0] if args else kwargs["weight"]
@@ -108,17 +104,12 @@ def _convolve(
     came = spanning.bring(before, layer, rows_TC)
     blank = rows_TC.new_zeros(1, rows_TC.shape[1])
     joined = torch.cat([blank, rows_TC, came]).index_select(0, before.joined)
-    output = own(joined.T[None].contiguous(), *args, **kwargs)
+    output: torch.Tensor = own(joined.T[None].contiguous(), *args, **kwargs)
     return output.index_select(2, before.own)
 
 
 def _run_kernel(
-    axes: Mapping[str, str],
-    own: Callable[..., Any],
-    spanning: Spanning,
-    layer: torch.nn.Module,
-    *args: Any,
-    **kwargs: Any,
+    axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """A recurrent kernel on whole documents, some heads of each on this rank."""
     # Packages name what comes by position otherwise, and order what comes by keyword otherwise: both stay as they are.

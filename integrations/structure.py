@@ -113,23 +113,6 @@ def local_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     return run
 
 
-def masked_attention(module: nn.Module, eager: bool, **given: Any) -> Callable[..., torch.Tensor]:
-    """A function of q, k, v and a mask of bools that runs a model's own attention; `given` is what its layer passed.
-
-    Eager attention is taken where it is asked for, and for caps and sinks, of which no other knows.
-    """
-    eager = eager or given.get("softcap") is not None or given.get("s_aux") is not None
-    run = local_attention(module, "eager" if eager else "sdpa")
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        if eager:
-            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
-        o: torch.Tensor = run(module, q, k, v, visible, **given)[0]
-        return o
-
-    return attend
-
-
 def mix_in(module: nn.Module, mixin: type) -> nn.Module:
     """Give a module a subclass of its own class with the mixin before it; gives the module. Idempotent."""
     if not isinstance(module, mixin):
@@ -140,9 +123,7 @@ def mix_in(module: nn.Module, mixin: type) -> nn.Module:
 @functools.cache
 def subclass_of(cls: type, mixin: type, **more: Any) -> type:
     """One class for all modules of a class: FSDP's wrapping policies look layers up by it, transformers by its name.
-
-    `more`: what else is in its body.
-    """
+    `more`: what else is in its body."""
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **more}
     return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda names: names.update(body))
 

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
-from deepspeed_cad.integrations.forward_only import in_step, wrap_once
+from deepspeed_cad.integrations.forward_only import in_step, within, wrap_once
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
+from transformers.trainer_utils import has_length
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source
@@ -31,28 +32,22 @@ _AHEAD = "_deepspeed_cad_ahead"
 
 def install_trainer_hooks(module: ModuleType) -> None:
     """Wrap the Trainer of the module `transformers.trainer`. Idempotent; called when a model is bound."""
-    for name, wrap in (
-        ("get_batch_samples", _wrap_get_batch_samples), ("training_step", _wrap_training_step),
-        ("evaluation_loop", _wrap_evaluation_loop), ("log", _wrap_log),
-    ):  # fmt: skip
-        wrap_once(module.Trainer, name, wrap)
+    for run in (_get_batch_samples, _training_step, _evaluation_loop, _log):
+        wrap_once(module.Trainer, run.__name__[1:], run)
 
 
-class _AheadIterator:
+class _AheadIterator(Iterator[Any]):
     """The batches of an epoch; a step that was read ahead is given out next."""
 
     def __init__(self, source: Iterator[Any], feed: Feed, accumulation: int) -> None:
         self.source = source
         # A prepared loader of Accelerate announces what it gives; here that is done by the step.
-        loader, batches = (source.loader, source.plain()) if isinstance(source, PreparedIterator) else (source, source)
+        loader, batches = (source.loader, source.plain) if isinstance(source, PreparedIterator) else (source, source)
         self._batches = Source(loader, batches)
         self.steps = StepAhead(feed, accumulation)
         self._buffer: deque[Any] = deque()
         self._due: Due | None = None
         self._count = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         self._buffer.extend([] if self._buffer else self._take(1))
@@ -90,73 +85,57 @@ class _AheadIterator:
         return due()
 
 
-def _wrap_get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        binding = _binding_of(self)
-        if binding is None:
-            return original(self, epoch_iterator, *args, **kwargs)
-        config = binding.session.config
-        ahead = self.__dict__.get(_AHEAD)
-        new = ahead is None or ahead.source is not epoch_iterator
-        if new:
-            refuse_accelerator(self.accelerator)
-            refuse_loader(self.callback_handler.train_dataloader)
-        if not config.look_ahead:
-            return original(self, epoch_iterator, *args, **kwargs)
-        if new:
-            ahead = self.__dict__[_AHEAD] = _AheadIterator(
-                epoch_iterator, binding.feed, self.args.gradient_accumulation_steps
-            )
-            binding.feed.begin_epoch()
-        samples, count = original(self, ahead, *args, **kwargs)
-        if not samples:
-            self.__dict__.pop(_AHEAD)
-            return samples, count
-        if new:
-            settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
-            # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
-            binding.feed.orders = not unknown_loss(self)
-        # Targets are counted before documents change ranks; their number over all ranks stays the same.
-        samples = ahead.arrange(samples)
-        if _may_read_ahead(self):
-            ahead.read_ahead(len(samples))
+def _get_batch_samples(
+    original: Callable[..., Any], self: Any, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any
+) -> Any:
+    binding = _binding_of(self)
+    if binding is None:
+        return original(self, epoch_iterator, *args, **kwargs)
+    config = binding.session.config
+    ahead = self.__dict__.get(_AHEAD)
+    new = ahead is None or ahead.source is not epoch_iterator
+    if new:
+        refuse_accelerator(self.accelerator)
+        refuse_loader(self.callback_handler.train_dataloader)
+    if not config.look_ahead:
+        return original(self, epoch_iterator, *args, **kwargs)
+    if new:
+        ahead = self.__dict__[_AHEAD] = _AheadIterator(
+            epoch_iterator, binding.feed, self.args.gradient_accumulation_steps
+        )
+        binding.feed.begin_epoch()
+    samples, count = original(self, ahead, *args, **kwargs)
+    if not samples:
+        self.__dict__.pop(_AHEAD)
         return samples, count
-
-    return get_batch_samples
-
-
-def _wrap_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if _binding_of(self) is None else in_step():
-            return original(self, *args, **kwargs)
-
-    return training_step
-
-
-def _wrap_evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        binding = _binding_of(self)
-        # All ranks are here: the Trainer gathers their losses.
-        together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(_count(dataloader))
-        with in_step() if together else nullcontext():
-            return original(self, dataloader, *args, **kwargs)
-
-    return evaluation_loop
+    if new:
+        settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
+        # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
+        binding.feed.orders = not unknown_loss(self)
+    # Targets are counted before documents change ranks; their number over all ranks stays the same.
+    samples = ahead.arrange(samples)
+    if _may_read_ahead(self):
+        ahead.read_ahead(len(samples))
+    return samples, count
 
 
-def _count(loader: Any) -> int | None:
-    """How many batches a loader has, where it knows."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+def _training_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    with nullcontext() if _binding_of(self) is None else within(in_step):
+        return original(self, *args, **kwargs)
+
+
+def _evaluation_loop(original: Callable[..., Any], self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    binding = _binding_of(self)
+    count = len(dataloader) if has_length(dataloader) else None
+    # All ranks are here: the Trainer gathers their losses.
+    together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(count)
+    with within(in_step) if together else nullcontext():
+        return original(self, dataloader, *args, **kwargs)
 
 
 def wrong_loss(trainer: Any, count: Any) -> str:
-    """Why a Trainer's loss is not divided by the targets of all ranks; empty where it may be.
-
-    `count`: the targets of a step, as the Trainer counted them.
-    """
+    """Why a Trainer's loss is not divided by the targets of all ranks; empty where it may be. `count`: the targets of a
+    step, as the Trainer counted them."""
     if not getattr(trainer.args, "average_tokens_across_devices", False):
         return "average_tokens_across_devices is off, so each rank divides by its own tokens"
     if count is None:
@@ -190,18 +169,15 @@ def _may_read_ahead(trainer: Any) -> bool:
     return bool(trainer.state.global_step + 1 < last)
 
 
-def _wrap_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        # Evaluation has other keys.
-        binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
-        if binding is not None and "loss" in logs:
-            logs.update(binding.session.take_statistics("trainer").as_events())
-        if binding is not None and "train_runtime" in logs:
-            if any(isinstance(one, CADCallback) for one in self.callback_handler.callbacks):
-                logs.update(estimate_savings(binding))
-        return original(self, logs, *args, **kwargs)
-
-    return log
+def _log(original: Callable[..., Any], self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    # Evaluation has other keys.
+    binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
+    if binding is not None and "loss" in logs:
+        logs.update(binding.session.take_statistics("trainer").as_events())
+    if binding is not None and "train_runtime" in logs:
+        if any(isinstance(one, CADCallback) for one in self.callback_handler.callbacks):
+            logs.update(estimate_savings(binding))
+    return original(self, logs, *args, **kwargs)
 
 
 def _binding_of(trainer: Any) -> Binding | None:

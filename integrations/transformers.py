@@ -25,18 +25,14 @@ from deepspeed_cad.integrations.mask_check import is_due
 from deepspeed_cad.integrations.padding import check_padding
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
-from deepspeed_cad.integrations.shares import find_replica, refuse_parts_of_heads
+from deepspeed_cad.integrations.shares import find_replica, find_ulysses, refuse_parts_of_heads
 from deepspeed_cad.integrations.spanning import why_not
-from deepspeed_cad.integrations.ulysses import Ulysses
-from deepspeed_cad.integrations.verify import (
-    Check,
-    loss_of,
-    loss_without,
-)
+from deepspeed_cad.integrations.verify import Check, loss_of, loss_without
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.ahead.documents import MASK, Announcement, batch_shape, read_documents
+from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
@@ -63,12 +59,9 @@ class Binding:
         """Some of its layers attend in chunks."""
         if self.chunked:
             models.refuse_beside_chunks(session)
-        self.ulysses = Ulysses(self.original, session) if session.shares.pieces else None
-        self.feed = (
-            session.open_reference_feed(models.describe(model))
-            if reference
-            else session.open_feed(models.describe(model))
-        )
+        self.ulysses = find_ulysses(self.original) if session.shares.pieces else None
+        description = models.describe(model)
+        self.feed = Feed(session.plans, description, None) if reference else session.open_feed(description)
         if not reference:
             settle(self.feed, model, NOT_STATED)
         self.forwards = 0
@@ -128,7 +121,6 @@ class Binding:
 
     @staticmethod
     def _switch(part: PreTrainedModel) -> None:
-        """Switch the attention name."""
         part.set_attn_implementation(NAME)
         for module in part.modules():
             config = getattr(module, "config", None) if "Attention" in type(module).__name__ else None
@@ -158,7 +150,7 @@ class Binding:
             self.session.references.pop(decoder, None)
             self.remove()
             return {}
-        cached = structure.has_cache(given) or forward_only.generates()
+        cached = structure.has_cache(given) or forward_only.generating.get()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
         follows = self.follows is not None
@@ -173,7 +165,9 @@ class Binding:
         if training:
             micro_batch, unread = self._take(decoder, given)
         elif shared:
-            micro_batch = self._look(given)
+            self.looked += 1
+            following, self.follows = self.follows, None
+            micro_batch = self.feed.look(self._read(given)) if following is None else following
         else:
             try:
                 micro_batch = self.session.plans.open_local(read_documents(given).local)
@@ -212,9 +206,6 @@ class Binding:
         self.run_alone(decoder, kept, given)
         return kept, given
 
-    def _after_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> Any:
-        return self.leave(output)
-
     def _before_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = inspect.signature(model.forward).parameters
         self.called_with = dict(zip(names, args, strict=False)) | kwargs
@@ -236,14 +227,6 @@ class Binding:
             micro_batch = self.feed.take(None)
         self.last_read = announced.local
         return micro_batch, unread
-
-    def _look(self, given: dict[str, Any]) -> MicroBatch:
-        """The micro-batch of a forward without backward that all ranks run together."""
-        self.looked += 1
-        following, self.follows = self.follows, None
-        if following is not None:
-            return following
-        return self.feed.look(self._read(given))
 
     def _read(self, given: dict[str, Any]) -> Announcement:
         try:
@@ -310,8 +293,8 @@ class Binding:
         """Stop on every rank: this one announced its micro-batch and cannot train it."""
         self.feed.fail(CADDataError(reason))
 
-    def leave(self, output: Any) -> Any:
-        """After the decoder's forward, also after an error; gives the output where it changed."""
+    def _after_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Also after an error; gives the output where it changed."""
         scope = running.get()
         running.set(None)
         if scope is None or scope.micro_batch is None:
@@ -319,11 +302,11 @@ class Binding:
         borders, self.borders = self.borders, None
         if borders is not None and output is not None and not borders.arrived:
             raise CADUnsupportedError(
-                f"{type(self.decoder()).__name__} does not hand arguments on to its layers, so those that carry state "
+                f"{type(decoder).__name__} does not hand arguments on to its layers, so those that carry state "
                 "cannot learn where documents begin. Use transformers 5 or newer, or train without CAD"
             )
         if scope.micro_batch.check is not None and output is not None:
-            scope.micro_batch.check.end_forward(output, models.is_mixture(getattr(self.decoder(), "config", None)))
+            scope.micro_batch.check.end_forward(output, models.is_mixture(getattr(decoder, "config", None)))
             if not self.called_with:
                 self.end_model(output)
         if output is None and scope.shared:  # the forward raised
@@ -357,10 +340,8 @@ def _hook(binding: Binding, part: str, run: Callable[..., Any]) -> Callable[...,
 
 
 def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = None) -> Binding:
-    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent.
-
-    `replica`: the ranks that divide its heads; None: those that its parameters say.
-    """
+    """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent. `replica`: the ranks
+    that divide its heads; None: those that its parameters say."""
     inner = structure.find_model(model)
     models.refuse_model(inner)
     replica = replica or find_replica(inner)

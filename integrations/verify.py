@@ -1,13 +1,10 @@
 """`"verify": N`: the first N micro-batches also run without CAD, and what comes out is compared.
 
 In: a bound model while it trains. Out: one line for each verified micro-batch, or an error that names the tensor, the
-rank and both values. Three things are compared, so that it holds under every host framework:
-
-1. The decoder runs a second time, before the first, without gradients: each document alone, by the attention function
-   that the model had before CAD. Its output is compared, and the loss where the model computes it.
-2. O of every attention call is compared with plain softmax attention of the Q, K and V that the call got.
-3. dQ, dK, dV of every call likewise. Gradients of parameters differ exactly where these do; they are not compared
-   themselves, because under ZeRO and FSDP no rank ever holds them whole.
+rank and both values. Three things are compared, so that it holds under every host framework: (1) the decoder's output,
+and the loss where the model computes it, with those of a run before, without gradients: each document alone, by the
+attention that the model had before CAD; (2) O of every attention call with plain softmax attention of its Q, K and V;
+(3) dQ, dK, dV likewise. Gradients of parameters differ exactly where these do; under ZeRO and FSDP no rank holds them.
 
 How far a row may lie off follows from the least precise data type that computes anything on the way: in 1 of all that
 ran without CAD, in 2 and 3 of O. Documents that span ranks cannot be run on one: then 1 is left out, 2 and 3 look at
@@ -23,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.structure import masked_attention
+from deepspeed_cad.integrations.structure import local_attention
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_cad.attention.layer import LayerInput
@@ -43,8 +40,6 @@ _SCORES = 2**27
 class Alone:
     """Stands where layers expect a mask while the decoder runs without CAD: each document attends on its own."""
 
-    nano_batch = None
-
     def __init__(self, documents: list[slice], window: int | None, original: str) -> None:
         self.documents, self.window, self.original = documents, window, original
 
@@ -53,13 +48,17 @@ class Alone:
     ) -> torch.Tensor:
         """O [B, S, H, V] by the attention that the model had; `given`: scaling, softcap, s_aux and what else it got."""
         batch, heads, width, _ = q_BHSD.shape
-        own = masked_attention(module, self.original == "eager", **given)
+        # Of caps and sinks no other attention knows.
+        eager = self.original == "eager" or given.get("softcap") is not None or given.get("s_aux") is not None
+        own = local_attention(module, "eager" if eager else "sdpa")
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSV))
         o = q.new_zeros(batch * width, heads, v.shape[2])
         for document in self.documents:
             for rows, keys, visible in visible_blocks(document, self.window, heads, q.device):
                 one = [x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
-                o[rows] = own(*one, visible[None, None])[0]
+                hidden = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+                hidden.masked_fill_(~visible, torch.finfo(q.dtype).min)
+                o[rows] = own(module, *one, (hidden if eager else visible)[None, None], **given)[0][0]
         return o.unflatten(0, (batch, width))
 
 
@@ -85,7 +84,7 @@ class Check:
         self._loss = "its loss is computed outside of the model and was not compared"
         self._errors: dict[str, tuple[float, float]] = {}
         """The largest error of each kind, and what was allowed."""
-        self._waiting: set[str] = set()
+        self.waiting: set[str] = set()
         """Calls whose gradients were not compared yet."""
 
     def attend(self, descriptor: MaskDescriptor, layer: LayerInput) -> torch.Tensor:
@@ -96,7 +95,7 @@ class Check:
         sinks, inputs = layer.sinks_H, (layer.q_THD, layer.k_TKD, layer.v_TKV)
         call = _Call(self, layer.rule, None if sinks is None else sinks.detach().clone(), layer.label)
         if not self._forward_over and (any(x.requires_grad for x in inputs) or not torch.is_grad_enabled()):
-            self._waiting.add(layer.label)
+            self.waiting.add(layer.label)
         q, k, v = _Inputs.apply(call, *inputs)
         o: torch.Tensor = _Output.apply(call, descriptor.attend(layer._replace(q_THD=q, k_TKD=k, v_TKV=v)))
         call.dtype = o.dtype
@@ -164,14 +163,9 @@ class Check:
             row = int(share.flatten(1).amax(dim=1).argmax())
             self._differ(name, row, error, allowed, a[row], b[row])
 
-    def gradients_done(self, label: str) -> None:
-        """All gradients of a call were compared."""
-        self._waiting.discard(label)
-        self.say()
-
     def say(self) -> None:
         """The line of this micro-batch, once, when nothing more is to be compared."""
-        if self._said or self._waiting or not self._forward_over:
+        if self._said or self.waiting or not self._forward_over:
             return
         self._said = True
         if self.rank:
@@ -252,7 +246,8 @@ class _Call:
             if ours is not None:
                 self.check.compare(f"{name} of {self.label}", name, ours, theirs, self.dtype, size)
         self.do_THV = None
-        self.check.gradients_done(self.label)
+        self.check.waiting.discard(self.label)
+        self.check.say()
 
 
 class _Inputs(torch.autograd.Function):

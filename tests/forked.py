@@ -58,9 +58,7 @@ class Script:
 
 def launch(count: int, words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """What torchrun does on one host: `count` ranks of `python WORDS` in a folder, and when one fails the others end.
-
-    Gives the first exit code that is not 0, and what all ranks wrote, one after the other, as stdout and as stderr.
-    """
+    Gives the first exit code that is not 0, and what all ranks wrote, one after the other, as stdout and as stderr."""
     environment = {**os.environ, **variables, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as outputs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import training
 
 
 class Kernels:
@@ -108,26 +109,18 @@ def run(model: Any, batch: dict[str, torch.Tensor], lengths: list[list[int]]) ->
     logits = model(**batch).logits
     rows = [(row, sum(of[:i]), length) for row, of in enumerate(lengths) for i, length in enumerate(of)]
     found = torch.cat([logits[row, begin : begin + length] for row, begin, length in rows])
-    return found.detach(), _gradients(model, found)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    if found.requires_grad:
+        (found * weights.to(found.dtype)).sum().backward()
+    return found.detach(), training.gradients(model)
 
 
 def alone(model: Any, batch: dict[str, torch.Tensor], lengths: list[list[int]]) -> tuple[torch.Tensor, dict[str, Any]]:
     """The same, each document run by itself."""
     model.zero_grad()
-    found = []
-    for row, of in enumerate(lengths):
-        for i, length in enumerate(of):
-            ids = batch["input_ids"][row : row + 1, sum(of[:i]) : sum(of[:i]) + length]
-            found.append(model(input_ids=ids, position_ids=torch.arange(length)[None], use_cache=False).logits[0])
-    logits = torch.cat(found)
-    return logits.detach(), _gradients(model, logits)
-
-
-def _gradients(model: Any, logits: torch.Tensor) -> dict[str, Any]:
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    if logits.requires_grad:
-        (logits * weights.to(logits.dtype)).sum().backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    places = [(row, sum(of[:i]), length) for row, of in enumerate(lengths) for i, length in enumerate(of)]
+    documents = [{"input_ids": batch["input_ids"][row : row + 1, at : at + n]} for row, at, n in places]
+    return training.weighted(model, documents)[0], training.gradients(model)
 
 
 def assert_same(got: tuple[torch.Tensor, dict[str, Any]], expected: tuple[torch.Tensor, Any], within: float) -> None:

@@ -68,13 +68,8 @@ def _serve(rank: int, pipe: Connection) -> None:
         try:
             torch.manual_seed(0)
             if joined:
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.FileStore(store, world),
-                    rank=rank,
-                    world_size=world,
-                    timeout=timedelta(seconds=timeout),
-                )
+                meet = {"store": dist.FileStore(store, world), "timeout": timedelta(seconds=timeout)}
+                dist.init_process_group("gloo", rank=rank, world_size=world, **meet)
                 dist.barrier()  # one that is done at once would leave while others still connect to it
             answer = (True, function(rank, world, *args))
         except BaseException as error:
@@ -132,13 +127,10 @@ class WorkerPool:
         joined: bool = True,
         mortal: Collection[int] = (),
     ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
-        """Errors and results of every rank; a worker that died has the error ("Died", exit code).
-
-        `joined`: workers are in one process group; else `function` makes its own.
-        `once`: each worker ends after its answer, as the process of a script does, and closes its connections.
-        `mortal`: ranks that may die or be stopped, which is no reason to hurry the others. Those that are stopped are
-        killed when the others have answered.
-        """
+        """Errors and results of every rank; a worker that died has the error ("Died", exit code). `joined`: workers are
+        in one process group; else `function` makes its own. `once`: each worker ends after its answer, as the process
+        of a script does, and closes its connections. `mortal`: ranks that may die or be stopped, which is no reason to
+        hurry the others. Those that are stopped are killed when the others have answered."""
         started = list(range(len(self._workers), world))
         self._workers += [self._start(rank) for rank in started]
         for rank, (process, _) in enumerate(self._workers):

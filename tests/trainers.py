@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import training
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
@@ -40,6 +40,13 @@ class PackedRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: value[0] for name, value in self.rows[index].items()}
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __iter__(self) -> Any:
+        return iter([PackedRows(16)[i] for i in range(16)])
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -104,11 +111,25 @@ def step_entry(loss: torch.Tensor) -> dict[str, Any]:
     return {"loss": float(loss.detach()), **({} if session is None else session.take_statistics("test").as_events())}
 
 
-def unbalanced(steps: int, world: int, rows: int = 1) -> list[float]:
-    """Max over mean of the ranks' query-key pairs in each step, from the lengths alone.
+def prepared_loop(accelerator: Any, model: Any, data: Any) -> list[dict[str, Any]]:
+    """The loop of Accelerate's documentation; gives what is logged of each micro-batch."""
+    loader = torch.utils.data.DataLoader(data, batch_size=1, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    found = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(step_entry(loss))
+    return found
 
-    In step s rank r reads `rows` rows of PackedRows from row (s * world + r) * rows on.
-    """
+
+def unbalanced(steps: int, world: int, rows: int = 1) -> list[float]:
+    """Max over mean of the ranks' query-key pairs in each step, from the lengths alone. In step s rank r reads `rows`
+    rows of PackedRows from row (s * world + r) * rows on."""
     pairs = [sum(n * (n + 1) // 2 for n in LENGTHS[i % len(LENGTHS)]) for i in range(steps * world * rows)]
     of_rank = np.array(pairs, float).reshape(steps, world, rows).sum(axis=2)
     return list(of_rank.max(axis=1) / of_rank.mean(axis=1))
@@ -126,9 +147,7 @@ def assert_same_and_balanced(
     name: str, plain: list[dict[str, Any]], cad: list[dict[str, Any]], losses: int = STEPS
 ) -> None:
     """Logs of a run without and with CAD: equal losses, of evaluations too, and attention balanced in every step.
-
-    `losses`: how many training losses both must have. The ranks' attention without CAD must be clearly unequal.
-    """
+    `losses`: how many training losses both must have. The ranks' attention without CAD must be clearly unequal."""
     assert len(losses_of(plain)) == losses, (name, plain)
     assert_same(losses_of(cad), losses_of(plain))
     evaluations = [[entry["eval_loss"] for entry in one if "eval_loss" in entry] for one in (cad, plain)]

@@ -94,11 +94,62 @@ def step_as_alone(
     model.zero_grad()
 
 
+def weighted(model: Any, documents: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of documents that are each run alone, and weights of a loss in which every logit counts; leaves its
+    gradients."""
+    logits = torch.cat([model(**one, use_cache=False).logits[0] for one in documents])
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    if logits.requires_grad:
+        (logits * weights.to(logits.dtype)).sum().backward()
+    return logits.detach(), weights.to(logits.dtype)
+
+
+def as_alone(
+    model: Any, reference: Any, given: dict[str, Any], documents: list[Any], here: Any = ..., forwards: int = 1
+) -> dict[str, float]:
+    """How far a micro-batch is from its documents, each run alone by `reference`, as shares of the largest value.
+    `given`: what the model gets, perhaps with padding behind; `here`: which of the documents' rows those are, of a
+    stream that all ranks share, where gradients are summed over ranks; `...`: all are this rank's. `forwards`: plans of
+    the second one are made ahead of the layers."""
+    reference.zero_grad()
+    expected, weights = weighted(reference, documents)
+    expected, weights = expected[here], weights[here]
+    for _ in range(forwards):
+        model.zero_grad()
+        logits = model(**given, use_cache=False).logits[0][: len(weights)]
+        (logits * weights).sum().backward()
+    wanted, found = gradients(reference), gradients(model)
+    if here is not ...:
+        for gradient in found.values():
+            dist.all_reduce(gradient)
+    largest = max(float(one.abs().max()) for one in wanted.values())
+    return {
+        "logits": float((logits.detach() - expected).abs().max() / expected.abs().max()) if len(expected) else 0.0,
+        "gradients": max(float((found[name] - one).abs().max()) for name, one in wanted.items()) / largest,
+    }
+
+
+def figures() -> dict[str, Any]:
+    """What the session moved, and how even attention was before and after."""
+    from deepspeed_cad.session import current_session
+
+    session = current_session()
+    assert session is not None and session.transport is not None
+    statistics = session.statistics
+    return {
+        "sent": session.transport.bytes_sent, "before": statistics.imbalance_before, "after": statistics.imbalance,
+    }  # fmt: skip
+
+
+def assert_moved(found: list[dict[str, Any]], within: float) -> None:
+    """Of all ranks: as each document alone, with attention that was moved and is more even."""
+    assert max(max(one["logits"], one["gradients"]) for one in found) < within, found
+    assert sum(one["sent"] for one in found) > 0 and found[0]["after"] < found[0]["before"], found
+
+
 def sums_of_all_ranks(loader: Any, model: torch.nn.Module, together: int) -> dict[str, Any]:
     """Losses and gradients of a loop without an optimizer, summed over ranks, and the shapes of this rank's rows.
-
-    `together`: micro-batches whose losses are added up.
-    """
+    `together`: micro-batches whose losses are added up."""
     losses, rows = [], []
     for batch in loader:
         loss = loss_sum(model, batch)

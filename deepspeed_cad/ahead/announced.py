@@ -18,14 +18,10 @@ from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.planner.deal import Step
 from deepspeed_cad.shares import Shares
 
-# Replicas
-
 
 def of_replicas(announcements: Sequence[Announcement], shares: Shares) -> list[Announcement]:
-    """[replicas] of the announcements of all ranks, in their order.
-
-    Raises CADDataError, the same on every rank, where ranks of a replica were given different micro-batches.
-    """
+    """[replicas] of the announcements of all ranks, in their order. Raises CADDataError, the same on every rank, where
+    ranks of a replica were given different micro-batches."""
     if shares.count == 1:
         return list(announcements)
     each = []
@@ -75,7 +71,7 @@ def _say(position: int) -> str:
     return "padding" if position == PADDING else f"position {position} of a document"
 
 
-# Steps
+NO_PADDING: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +79,7 @@ class StepMessage:
     micro_batches: Sequence[Announcement]
     fields: int = 0
     """Digest of their per-token fields; 0 where its documents stay."""
-    padding: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    padding: Ints = field(default_factory=NO_PADDING.copy)
 
     def to_array(self) -> Ints:
         """Micro-batches, fields, and the lengths of padding and of each announcement; then all of these."""
@@ -110,17 +106,10 @@ class StepDocuments:
     begin: Ints
     end: Ints
 
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether a document goes on from one rank to the next: micro-batches then belong together across ranks."""
-        return bool((self.begin > 0).any())
-
 
 def to_documents(said: Sequence[StepMessage], padded: bool) -> StepDocuments:
-    """The documents of a step of all ranks, which have as many micro-batches each.
-
-    `padded`: what may move are the samples of a batch, the padding behind each left out, and not single documents.
-    """
+    """The documents of a step of all ranks, which have as many micro-batches each. `padded`: what may move are the
+    samples of a batch, the padding behind each left out, and not single documents."""
     columns: list[tuple[Ints, ...]] = []
     count = 0
     for rank, message in enumerate(said):

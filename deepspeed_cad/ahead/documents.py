@@ -2,23 +2,8 @@
 
 In: what a forward is given, a dict of input_ids, position_ids, cu_seq_lens_q, attention_mask. Out: an `Announcement`,
 this rank's segments. No copies of the batch are kept. What each argument says is what attention of transformers makes
-of it:
-
-| argument | says |
-|---|---|
-| rows of the batch | a document lies in one of them |
-| `cu_seq_lens_q`, `cu_seq_lens_k`, `cu_seqlens` | the documents; what lies behind the last is padding |
-| `attention_mask` [batch, tokens] of ones | nothing: flash attention drops it |
-| with zeros | padding, at the ends of a batch row or between documents |
-| with other whole numbers | documents, by number; 0 is padding |
-| `attention_mask` of four axes | documents, where it is block-diagonal and causal; else it is refused |
-| `seq_idx` | documents, by number from 0 |
-| `position_ids` that start again | a document begins where they do |
-| that go on through every batch row | nothing |
-| the first of their four axes (text, time, height, width) | the same |
-| of three axes, all 0 again | nothing that transformers knows of: another argument must say so |
-
-Those that say something must say the same. Without any, each batch row is a document.
+of it (a table of docs/getting-started.md); a document lies in one row of the batch. Arguments that say something must
+say the same. Without any, each batch row is a document.
 """
 
 from __future__ import annotations
@@ -86,11 +71,9 @@ class _Source(NamedTuple):
 
 
 def read_documents(given: Mapping[str, Any]) -> Announcement:
-    """This rank's segments, from whatever the forward is given.
-
-    A document whose positions begin above 0 in the first row goes on from another rank. Raises CADDataError where
-    arguments contradict themselves or each other, and CADUnsupportedError for a mask that is not one of documents.
-    """
+    """This rank's segments, from whatever the forward is given. A document whose positions begin above 0 in the first
+    row goes on from another rank. Raises CADDataError where arguments contradict themselves or each other, and
+    CADUnsupportedError for a mask that is not one of documents."""
     batch, width = batch_shape(given)
     if batch * width == 0:
         # Models cannot run on no tokens: they get one row of padding, see integrations.
@@ -221,10 +204,8 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
 
 def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[np.int8]:
     """What the rows are by a mask [batch or 1, heads, tokens, tokens]: True or 0 shows a key, False or HIDING hides it.
-
     Documents are read beside the diagonal, and the whole mask is compared with the one that they make. On the mask's
-    own device, a number of queries at a time.
-    """
+    own device, a number of queries at a time."""
     what = f"of shape {list(mask.shape)}"
     if mask.shape[0] not in (1, batch) or mask.shape[2:] != (width, width) or 0 in mask.shape:
         raise _refuse_ready_made(what, f"the micro-batch is [{batch}, {width}]")

@@ -25,6 +25,9 @@ from deepspeed_cad.notice import name_ranks
 
 logger = logging.getLogger("deepspeed_cad")
 
+StepAt = tuple[int, int, int]
+"""Epoch, number of a step in it and of the step's first micro-batch."""
+
 
 class EpochOverError(CADPeerError):
     """This rank trains a micro-batch of an epoch that is over on another rank."""
@@ -34,11 +37,9 @@ class Feed:
     """The micro-batches of one model, in the order in which it trains them."""
 
     def __init__(self, plans: Plans, fingerprint: str, number: int | None = 0) -> None:
-        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one.
-
-        None for a model that is only looked at, such as a reference: ranks may have other ones of these, so it gets a
-        number when all ranks first run it together.
-        """
+        """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one. None
+        for a model that is only looked at, such as a reference: ranks may have other ones of these, so it gets a number
+        when all ranks first run it together."""
         self.plans, self.fingerprint, self.number = plans, fingerprint, number or 0
         self._numbered = number is not None
         self.gatherer, self.worker, self.config = plans.gatherer, plans.worker, plans.config
@@ -85,15 +86,12 @@ class Feed:
         return counts[0] >= 0 and len(set(counts)) == 1
 
     def _ask_all(self, value: int) -> list[int]:
-        number, self._asked = self._asked, self._asked + 1
-        subject = Subject(What.LOADER, self.number, index=number)
+        subject, self._asked = Subject(What.LOADER, self.number, index=self._asked), self._asked + 1
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
     def begin_epoch(self, at_once: int = 1) -> None:
         """The loader starts again: what was announced but not trained is dropped, here and on the other ranks.
-
-        `at_once`: as many micro-batches may be drawn before the first of them is trained, those of a step.
-        """
+        `at_once`: as many micro-batches may be drawn before the first of them is trained, those of a step."""
         self._drop_next(len(self._ahead))
         self._epoch += 1
         self._index = self._step = self._given_out = 0
@@ -105,12 +103,8 @@ class Feed:
 
     def announce(self, mine: Announcement, backward: bool = True) -> None:
         """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
-        epoch, index, keys = self._epoch, self._next_index(), dict(self.keys)
-
-        def job() -> MicroBatch:
-            return self.plans.open(self._gather_lengths(epoch, index, mine), keys, self.number, backward)
-
-        self._ahead.append((mine, self.worker.submit(job)))
+        epoch, index = self._epoch, self._next_index()
+        self._ahead.append((mine, self._plan(lambda: self._gather_lengths(epoch, index, mine), backward)))
 
     def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
@@ -127,22 +121,21 @@ class Feed:
 
         self.worker.submit(job)
 
-    def next_step(self) -> tuple[int, int, int]:
-        """Epoch, number of the next step and of its first micro-batch."""
+    def next_step(self) -> StepAt:
         step, self._step = self._step, self._step + 1
         return self._epoch, step, self._index
 
-    def gather_step(self, at: tuple[int, int, int], payload: Ints) -> list[Ints]:
+    def gather_step(self, at: StepAt, payload: Ints | None) -> list[Ints]:
         """What every rank says of a step; raises EpochOverError. Runs on the look-ahead thread."""
         epoch, step, index = at
         self._refuse_ended(epoch)
-        said = self._gather(Subject(What.STEP, self.number, epoch, step), payload if len(payload) else None)
+        said = self._gather(Subject(What.STEP, self.number, epoch, step), payload)
         self._note_end(said, epoch, index)
-        if len(payload):
+        if payload is not None:
             self._refuse_ended(epoch)
         return [one.payload for one in said]
 
-    def gather_first(self, at: tuple[int, int, int], mine: Announcement) -> list[Announcement]:
+    def gather_first(self, at: StepAt, mine: Announcement) -> list[Announcement]:
         """Every rank's first micro-batch of a step that was gathered. Runs on the look-ahead thread."""
         return self._gather_lengths(at[0], at[2], mine)
 
@@ -171,8 +164,8 @@ class Feed:
     @property
     def over(self) -> str:
         """Why the announced micro-batch that comes next cannot be trained, as far as this rank has heard; or ""."""
-        future = next((one for _, one in tuple(self._ahead)), None)
-        return str(future.exception() or "") if future is not None and future.done() else ""
+        coming = [one for _, one in tuple(self._ahead)[:1] if one.done()]
+        return str(coming[0].exception() or "") if coming else ""
 
     # What forwards say
 
@@ -209,7 +202,7 @@ class Feed:
             self.plans.references += 1
             self.number, self._numbered = -self.plans.references, True
         subject = Subject(What.LOOK, self.number, index=self._looks)
-        return self._open_look(lambda: self._gather(subject, mine.to_array()))
+        return self.follow(lambda: self._gather(subject, mine.to_array()))
 
     def others_look(self) -> list[Said] | None:
         """What other ranks look at next, with any model, where this rank has no further forward without backward; None
@@ -219,18 +212,10 @@ class Feed:
         said = self._result(self.worker.submit(lambda: self._gather(subject, None)))
         return None if all(one.state == State.ENDED for one in said) else said
 
-    def follow(self, said: list[Said]) -> MicroBatch:
-        return self._open_look(lambda: said)
-
-    def _open_look(self, gather: Callable[[], list[Said]]) -> MicroBatch:
-        keys = dict(self.keys)
+    def follow(self, gather: Callable[[], list[Said]]) -> MicroBatch:
+        """The planned micro-batch of what ranks say that they look at."""
         self._looks += 1
-
-        def job() -> MicroBatch:
-            every = [_announced(one) for one in gather()]
-            return self.plans.open(every, keys, self.number, backward=False)
-
-        return self._wait(self.worker.submit(job))
+        return self._wait(self._plan(lambda: [_announced(one) for one in gather()], backward=False))
 
     def _refuse_abandoned(self) -> None:
         if self.plans.abandoned:
@@ -266,10 +251,8 @@ class Feed:
         raise error
 
     def fail_later(self, error: CADError) -> None:
-        """This rank will stop after what it announced so far: the other ranks learn why at their next collective.
-
-        An ending process gives them a little time for that (`Worker.close`).
-        """
+        """This rank will stop after what it announced so far: the other ranks learn why at their next collective. An
+        ending process gives them a little time for that (`Worker.close`)."""
         self.gatherer.liveness.announce(str(error))
 
         def job() -> None:
@@ -287,10 +270,8 @@ class Feed:
 
     @contextmanager
     def between_collectives(self, what: str) -> Iterator[None]:
-        """What this rank does on the look-ahead thread while the others go on to the next collective.
-
-        An error here is told to them at once: this rank's part of that collective will be missing.
-        """
+        """What this rank does on the look-ahead thread while the others go on to the next collective. An error here is
+        told to them at once: this rank's part of that collective will be missing."""
         try:
             yield
         except Exception as error:
@@ -313,7 +294,7 @@ class Feed:
         self.abandon(error)
 
     def _gather_now(self, mine: Announcement) -> Future[MicroBatch]:
-        subject, keys = Subject(What.FORWARD, self.number, index=self._forwards), dict(self.keys)
+        subject = Subject(What.FORWARD, self.number, index=self._forwards)
         self._forwards += 1
         self._unannounced += 1
         # Prepared loaders of Accelerate announce from the second micro-batch of an epoch on.
@@ -323,11 +304,11 @@ class Feed:
                 "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
             )
 
-        def job() -> MicroBatch:
-            said = self._gather(subject, mine.to_array())
-            return self.plans.open([_announced(one) for one in said], keys, self.number)
+        return self._plan(lambda: [_announced(one) for one in self._gather(subject, mine.to_array())])
 
-        return self.worker.submit(job)
+    def _plan(self, gather: Callable[[], list[Announcement]], backward: bool = True) -> Future[MicroBatch]:
+        keys = dict(self.keys)
+        return self.worker.submit(lambda: self.plans.open(gather(), keys, self.number, backward))
 
     def _next_index(self) -> int:
         index, self._index = self._index, self._index + 1

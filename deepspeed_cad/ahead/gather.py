@@ -71,9 +71,8 @@ class Subject:
         words = _WORDS[self.what]
         if self.what == What.CHOICE:
             return words
-        model = f" of model {self.model}" if self.model > 0 else ""
-        if self.model < 0:
-            model = f" of reference model {-self.model - 1}"
+        of = f"of model {self.model}" if self.model > 0 else f"of reference model {-self.model - 1}"
+        model = f" {of}" if self.model else ""
         if self.what in (What.LENGTHS, What.STEP, What.DEAL):
             unit = "micro-batch" if self.what == What.LENGTHS else "step"
             return f"{words} of {unit} {self.index} in epoch {self.epoch}{model}"
@@ -123,18 +122,11 @@ class Gatherer:
         begun: int = 0,
         shares: Shares | None = None,
     ) -> None:
-        """`ranks` ranks, of which this is `rank`.
-
-        `group`: over gloo; None where there is one rank. `liveness`: the board on which ranks say why they end.
+        """`group`: over gloo; None where there is one rank. `liveness`: the board on which ranks say why they end.
         `settings`: what ranks compare before they train. `reporters`: what travels with document lengths. `begun`:
-        collectives of this group before it was made. `shares`: None: each rank has all heads.
-        """
-        self.group, self.rank, self.ranks, self.liveness = (
-            group,
-            rank,
-            ranks,
-            liveness or Liveness(dist.HashStore(), rank, 1),
-        )
+        collectives of this group before it was made. `shares`: None: each rank has all heads."""
+        self.group, self.rank, self.ranks = group, rank, ranks
+        self.liveness = liveness or Liveness(dist.HashStore(), rank, 1)
         self.shares = Shares.none(rank, ranks) if shares is None else shares
         self._members = self.shares.members
         self._settings, self._reporters = digest(settings), tuple(reporters)
@@ -154,33 +146,18 @@ class Gatherer:
         odd = [self._members[one] for one in _minority(self.numbers(value, subject))]
         if odd:
             raise self._give_up(
-                CADPeerError(
-                    f"ranks {odd} have another {subject} than the rest: all ranks must run the same code on the same "
-                    "input. Check that package versions and the compiled library are equal on all machines"
-                )
+                f"ranks {odd} have another {subject} than the rest: all ranks must run the same code on the same "
+                "input. Check that package versions and the compiled library are equal on all machines"
             )
 
     def gather(
-        self,
-        subject: Subject,
-        payload: Ints | None = None,
-        *,
-        value: int = 0,
-        state: State = State.GOING,
-        model: str = "",
+        self, subject: Subject, payload: Ints | None = None, value: int = 0, state: State = State.GOING, model: str = ""
     ) -> list[Said]:
-        """What every rank of the job says about a subject, this one included; runs on the look-ahead thread.
-
-        Args:
-            subject: compared; a rank that is at another one ends this in an error on all ranks.
-            payload: whole numbers of any count, another one on each rank.
-            value: one number that needs no payload.
-            state: whether this rank goes on.
-            model: fingerprint of the model, compared.
-
+        """What every rank of the job says about a subject, this one included; runs on the look-ahead thread. `subject`:
+        compared; a rank that is at another one ends this in an error on all ranks. `payload`: whole numbers, as many as
+        a rank likes; `value`: one that needs none. `state`: whether this rank goes on. `model`: fingerprint, compared.
         Raises CADDataError where some rank failed, with its reason, and CADPeerError where ranks differ in version,
-        configuration, subject or model, or died.
-        """
+        configuration, subject or model, or died."""
         if self.broken is not None:
             raise type(self.broken)(str(self.broken))
         mine = np.zeros(0, np.int64) if payload is None else payload
@@ -215,10 +192,10 @@ class Gatherer:
         padded = np.pad(mine, (0, widest - len(mine)))
         return headers, self._all(padded, waited_for) if widest else [padded] * self.ranks
 
-    def _give_up(self, error: CADError) -> CADError:
+    def _give_up(self, reason: str) -> CADError:
         """From now on the order of collectives means nothing: every later one of this rank raises this error."""
-        self.broken = error
-        return error
+        self.broken = CADPeerError(reason)
+        return self.broken
 
     def _compare(self, headers: np.ndarray) -> None:
         failed = np.flatnonzero(headers[:, _STATE] == State.FAILED).tolist()
@@ -233,13 +210,13 @@ class Gatherer:
         if len(set(at)) > 1:
             where = [(one, [rank for rank, other in enumerate(at) if other == one]) for one in dict.fromkeys(at)]
             words = "; ".join(f"{name_ranks(ranks)} at the {one}" for one, ranks in where)
-            raise self._give_up(CADPeerError(f"the ranks are not at the same point: {words}. {APART}"))
+            raise self._give_up(f"the ranks are not at the same point: {words}. {APART}")
         self._same(headers[:, _MODEL], "model", "load the same model on every rank")
 
     def _same(self, values: np.ndarray, what: str, remedy: str) -> None:
         odd = _minority(values.tolist())
         if odd:
-            raise self._give_up(CADPeerError(f"ranks {odd} have another {what} than the rest; {remedy}"))
+            raise self._give_up(f"ranks {odd} have another {what} than the rest; {remedy}")
 
     def _all(self, values: np.ndarray, what: str) -> list[np.ndarray]:
         if self.group is None or self.ranks == 1:

@@ -16,26 +16,28 @@ class LookAheadLoader:
     `accumulation`: micro-batches per optimizer step; those of one step may be given out in another order, or with
     documents of other ranks (see step.py), those of different steps never are. `trained`: says how many
     micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
-    `follower`: the model's binding, which may be looked at with the loader's batches instead of trained.
+    `follower`: the model's binding, which may be looked at with the loader's batches instead of trained. `batches`: an
+    epoch of the loader that is under way; None: each iteration begins one.
     """
 
     def __init__(
         self, loader: Any, feed: Feed, accumulation: int = 1, trained: Callable[[], int] | None = None,
-        follower: Any = None,
+        follower: Any = None, batches: Iterator[Any] | None = None,
     ) -> None:  # fmt: skip
-        self._loader, self._feed, self._follower = loader, feed, follower
+        self._loader, self._feed, self._follower, self._batches = loader, feed, follower, batches
         self._accumulation, self._trained = accumulation, trained
         self._steps = StepAhead(feed, accumulation)
 
     def __iter__(self) -> Iterator[Any]:
-        source, model, given = Source(self._loader, iter(self._loader)), self._follower, 0
+        batches = iter(self._loader) if self._batches is None else self._batches
+        source, model, given = Source(self._loader, batches), self._follower, 0
         # Forwards so far that trained, and those without backward that all ranks ran together.
         before = (0, 0) if model is None else (model.forwards, model.looked)
         looks = model is not None and model.looks_at_loader()
         # A model that is in eval mode now may be in train mode when its first batch comes.
-        while looks and (batches := source.take(1)):
+        while looks and (taken := source.take(1)):
             given += 1
-            yield batches[0]
+            yield taken[0]
             looks = model.forwards == before[0]
         if not looks:
             yield from self._announced(source, given)

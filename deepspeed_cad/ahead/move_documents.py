@@ -177,13 +177,11 @@ def pad_token(padding: Ints, fields: Fields) -> torch.Tensor:
     """[B] of a token of padding, from what `read_padding` gives; no target, hidden and zero where nobody has one."""
     if len(padding):
         return torch.from_numpy(padding.copy()).view(torch.uint8)[: sum(fields.sizes)]
-    values = [(IGNORED if one.name in TARGETS else 0, one) for one in fields.per_token]
-    return torch.cat(
-        [
-            torch.full((one.bytes // one.dtype.itemsize,), value, dtype=one.dtype).view(torch.uint8)
-            for value, one in values
-        ]
-    )
+    of_fields = []
+    for one in fields.per_token:
+        value = IGNORED if one.name in TARGETS else 0
+        of_fields.append(torch.full((one.bytes // one.dtype.itemsize,), value, dtype=one.dtype).view(torch.uint8))
+    return torch.cat(of_fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,13 +201,8 @@ class Moved:
 def move_documents(
     batches: Sequence[Any], fields: Fields, padding: Ints, documents: StepDocuments, dealt: Dealt, gatherer: Gatherer
 ) -> list[Moved]:
-    """Carry out what was dealt. Collective: every rank calls it for the same step.
-
-    Args:
-        batches: this rank's micro-batches in the order of the step.
-        fields: of all of them, on all ranks.
-        padding: what tokens of padding hold, on all ranks.
-    """
+    """Carry out what was dealt. Collective: every rank calls it for the same step. `batches`: this rank's micro-batches
+    in the order of the step; `fields` of all of them and what tokens of padding hold are the same on all ranks."""
     rank, step, pieces = gatherer.rank, documents.step, dealt.pieces
     goes_on = pieces.end < step.length[pieces.document]
     stop = pieces.end + (goes_on & fields.carries)
@@ -231,10 +224,8 @@ def move_documents(
 def _send(
     tokens: Sequence[torch.Tensor], documents: StepDocuments, pieces: Pieces, stop: Ints, gatherer: Gatherer
 ) -> dict[int, torch.Tensor]:
-    """Bytes [tokens, B] of every piece that this rank trains, by its number.
-
-    `tokens`: [N · T, B] bytes of this rank's micro-batches; `stop`: [pieces] of their tokens in their documents.
-    """
+    """Bytes [tokens, B] of every piece that this rank trains, by its number. `tokens`: [N · T, B] bytes of this rank's
+    micro-batches; `stop`: [pieces] of their tokens in their documents."""
     rank, home, width = gatherer.rank, documents.step.rank[pieces.document], tokens[0].shape[1]
     count, begin = stop - pieces.begin, documents.offset[pieces.document] + pieces.begin
     row = documents.step.micro_batch[pieces.document]
@@ -251,11 +242,9 @@ def _send(
 
 
 def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fields: Fields, padding: Ints) -> Moved:
-    """A micro-batch of documents, in their order in the step; what is not per token is taken from `like`.
-
-    `carried`: the last token is one that the next rank has, too. Its label is the target of the token before it, and it
-    is a document by itself.
-    """
+    """A micro-batch of documents, in their order in the step; what is not per token is taken from `like`. `carried`:
+    the last token is one that the next rank has, too. Its label is the target of the token before it, and it is a
+    document by itself."""
     length = np.array([len(one) for one in pieces], np.int64)
     rows, tokens = 1, torch.cat(pieces)
     if fields.padded:

@@ -66,9 +66,6 @@ class Learned:
     non_attention: NonAttention | None = None
 
 
-NOTHING_LEARNED = Learned()
-
-
 class Plans:
     def __init__(
         self,
@@ -79,14 +76,10 @@ class Plans:
         cost: Profile,
         counts: CallCounts,
         crew: Crew,
-        learned: Learned = NOTHING_LEARNED,
-        aside: torch.cuda.Stream | None = None,
+        learned: Learned,
+        aside: torch.cuda.Stream | None,
     ) -> None:
-        """What every micro-batch of the session has in common.
-
-        `crew`: replaced where servers change; `aside`: the stream on which served tasks run beside local ones, if they
-        do.
-        """
+        """`crew`: replaced where servers change; `aside`: the stream on which served tasks run beside local ones."""
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.counts, self.crew, self.learned, self.aside = cost, counts, crew, learned, aside
         self._speeds_at_start = crew.speeds
@@ -106,9 +99,7 @@ class Plans:
     ) -> MicroBatch:
         """A micro-batch of all replicas, planned for layers of the given kinds. Runs on the look-ahead thread.
 
-        `announcements`: of all ranks; `keys`: how many layers there are of each kind; `model`: which of those that
-        have CAD trains it; `backward`: whether one follows its forward.
-        """
+        `announcements`: of all ranks; `keys`: how many layers there are of each kind; `model`: its number."""
         # One look: servers may change meanwhile, and then the micro-batch is planned again before it is used.
         crew = self.crew
         announcements = of_replicas(announcements, self.gatherer.shares)
@@ -198,11 +189,9 @@ class Plans:
         return cost if gathered.backward else cost.of_forward(FORWARD_SHARE)
 
     def step_costs(self, documents: StepDocuments, keys: Mapping[PlanKey, int], model: int) -> Costs:
-        """What the documents of a step cost, in the unit of the profile: attention, and all else by the token.
-
-        What is not attention is measured while training; before that, and where plans count pairs, it is taken for
-        LINEAR_PAIRS a token.
-        """
+        """What the documents of a step cost, in the unit of the profile: attention, and all else by the token. What is
+        not attention is measured while training; before that, and where plans count pairs, it is taken for LINEAR_PAIRS
+        a token."""
         # Before the first forward no kind of layer is known. In chunks a row reads at most what it does in a window.
         kinds = [
             (self.cost.cost_for(key.shape), key.window or key.chunk, layers * key.shape.groups)
@@ -236,11 +225,9 @@ class Plans:
     def exchange_memory(
         self, limit: Limit, rows: Callable[[HeadShape], RowBytes], ticks: int = 1
     ) -> ExchangeMemory | None:
-        """What the exchanges of a micro-batch may need at once; None where nobody looks after that.
-
-        `limit`: as all ranks knew it when the micro-batch was gathered; `rows`: what travels of each row; `ticks`:
-        nano-batches, which have memory of their own.
-        """
+        """What the exchanges of a micro-batch may need at once; None where nobody looks after that. `limit`: as all
+        ranks knew it when the micro-batch was gathered; `rows`: what travels of each row; `ticks`: nano-batches, which
+        have memory of their own."""
         memory = self.learned.memory
         return None if memory is None else ExchangeMemory(
             limit.size / ticks, limit.source, limit.most / ticks, rows, self.config.granularity, ticks,

@@ -12,15 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.announced import StepMessage, to_documents
+from deepspeed_cad.ahead.announced import NO_PADDING, StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.feed import EpochOverError, Feed
+from deepspeed_cad.ahead.feed import EpochOverError, Feed, StepAt
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, read_fields, read_padding
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
@@ -55,10 +54,8 @@ class StepAhead:
         self._said: set[str] = set()
 
     def submit(self, batches: list[Any], ended: bool = False) -> Due | None:
-        """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended.
-
-        Every rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`.
-        """
+        """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended. Every
+        rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`."""
         feed = self.feed
         # What all ranks do alike must not depend on how many micro-batches this one has.
         together = feed.replicas > 1 and ((self.accumulation > 1 and feed.orders) or feed.deals)
@@ -75,9 +72,11 @@ class StepAhead:
         except CADError as error:
             # Raised when the step is due: the one before is still to be trained, on every rank.
             feed.fail_later(error)
-            return partial(_raise, error)
+            failed: Future[list[Any]] = Future()
+            failed.set_exception(error)
+            return failed.result
         if not batches:
-            feed.worker.submit(lambda: feed.gather_step(at, np.zeros(0, np.int64)))
+            feed.worker.submit(lambda: feed.gather_step(at, None))
             return None
         ready = _copied(batches[0])
 
@@ -113,36 +112,24 @@ class StepAhead:
     # On the look-ahead thread
 
     def _arrange(
-        self,
-        at: tuple[int, int, int],
-        batches: list[Any],
-        announcements: list[Announcement],
-        keys: dict[PlanKey, int],
-        deals: bool,
+        self, at: StepAt, batches: list[Any], announcements: list[Announcement], keys: dict[PlanKey, int], deals: bool
     ) -> Arranged:
         feed = self.feed
         with feed.between_collectives("the documents of a step"):
-            fields, padding = self._fields(batches, announcements) if deals else (None, None)
-            message = StepMessage(announcements)
-            if fields is not None and padding is not None:
-                message = StepMessage(announcements, digest(repr(fields)), padding)
+            found = self._fields(batches, announcements) if deals else None
+            fields, padding = (None, NO_PADDING) if found is None else found
+            message = StepMessage(announcements, 0 if fields is None else digest(repr(fields)), padding)
         every = feed.gather_step(at, message.to_array())
         said = [StepMessage.from_array(every[rank]) for rank in feed.shares.members]
         with feed.between_collectives("the documents of a step"):
-            moved, loaded = self._place(at, batches, said, fields, keys, deals)
+            moved, loaded = self._place(at, batches, said, fields, keys)
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
             mine = [known[id(one.batch)] if id(one.batch) in known else feed.read(one.batch) for one in moved]
             mine = [replace(one, loaded=int(tokens)) for one, tokens in zip(mine, loaded)]
         return moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number)
 
     def _place(
-        self,
-        at: tuple[int, int, int],
-        batches: list[Any],
-        said: list[StepMessage],
-        fields: Fields | None,
-        keys: dict[PlanKey, int],
-        deals: bool,
+        self, at: StepAt, batches: list[Any], said: list[StepMessage], fields: Fields | None, keys: dict[PlanKey, int]
     ) -> tuple[list[Moved], Ints]:
         """The micro-batches that this rank trains, in order, and the tokens that its loader gave in their places."""
         feed, replica = self.feed, self.feed.shares.replica
@@ -151,11 +138,11 @@ class StepAhead:
         if len({len(one.micro_batches) for one in said}) > 1:
             return as_loaded, own
         documents = to_documents(said, padded=fields is not None and fields.padded)
-        if documents.spans_ranks:
+        if (documents.begin > 0).any():  # from the rank before: micro-batches belong together across ranks
             return as_loaded, own
         step, costs = documents.step, feed.plans.step_costs(documents, keys, feed.number)
         order = order_rows(step.sums(costs.work))[replica]
-        padding = self._agreed(said) if deals else None
+        padding = self._agreed(said)
         feed.arranged = ORDERED if padding is None and self.accumulation > 1 else DEALT if padding is not None else ""
         if padding is not None and fields is not None:
             crew = feed.plans.crew
@@ -171,31 +158,30 @@ class StepAhead:
                 return move_documents(batches, fields, padding, documents, dealt, feed.gatherer), own[order]
         return [as_loaded[i] for i in order], own[order]
 
-    def _fields(
-        self, batches: Sequence[Any], announcements: Sequence[Announcement]
-    ) -> tuple[Fields | None, Ints | None]:
+    def _fields(self, batches: Sequence[Any], announcements: Sequence[Announcement]) -> tuple[Fields, Ints] | None:
+        """The fields of a step, and what is in its padding; None, and a line that says why, where documents stay."""
         each = [read_fields(batch, mine) for batch, mine in zip(batches, announcements)]
-        found = next((one for one in each if isinstance(one, str)), each[0])
-        if isinstance(found, Fields) and any(one != found for one in each):
-            found = "its fields differ from those of the step's other micro-batches"
-        padding: Ints | str = np.zeros(0, np.int64)
-        if isinstance(found, str) or found.padded:
-            padding = found if isinstance(found, str) else read_padding(batches, found, announcements)
-        if isinstance(padding, str) or isinstance(found, str):
-            self._say(str(padding))
-            return None, None
-        return found, padding
+        fields = next((one for one in each if isinstance(one, str)), each[0])
+        if any(one != fields for one in each) and not isinstance(fields, str):
+            fields = "its fields differ from those of the step's other micro-batches"
+        padding: Ints | str = NO_PADDING
+        if not isinstance(fields, str) and fields.padded:
+            padding = read_padding(batches, fields, announcements)
+        if isinstance(fields, str) or isinstance(padding, str):
+            self._say(fields if isinstance(fields, str) else str(padding))
+            return None
+        return fields, padding
 
     def _agreed(self, said: Sequence[StepMessage]) -> Ints | None:
         """What is in padding on all ranks; None where documents stay."""
         names = {one.fields for one in said}
+        paddings = {one.padding.tobytes(): one.padding for one in said if len(one.padding)}
         if 0 in names:
             return None
-        paddings = {one.padding.tobytes(): one.padding for one in said if len(one.padding)}
         if len(names) > 1 or len(paddings) > 1:
             self._say(f"the {'fields' if len(names) > 1 else 'padding'} of micro-batches differ between ranks")
             return None
-        return next(iter(paddings.values()), np.zeros(0, np.int64))
+        return next(iter(paddings.values()), NO_PADDING)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -204,11 +190,9 @@ class StepAhead:
 
 
 def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "") -> None:
-    """Decide whether documents of a model are dealt out before steps.
-
-    `unknown`: why nobody knows that it gives the same; `"documents": "deal"` says that it does. `wrong`: why it would
-    give something else. Empty where there is no such reason.
-    """
+    """Decide whether documents of a model are dealt out before steps. `unknown`: why nobody knows that it gives the
+    same; `"documents": "deal"` says that it does. `wrong`: why it would give something else. Empty where there is no
+    such reason."""
     asked = feed.config.documents
     if feed.replicas == 1 or not feed.config.look_ahead or asked not in ("auto", "deal"):
         return
@@ -247,10 +231,6 @@ def announce(feed: Feed, batch: Any) -> None:
     except CADError as error:
         feed.fail(error)
     feed.announce(mine)
-
-
-def _raise(error: CADError) -> NoReturn:
-    raise error
 
 
 def _is_readable(batch: Any) -> bool:

@@ -166,12 +166,8 @@ def see(thread: int) -> Sight:
     if not called:
         return Sight((), False, False, "at its end")
     inner = called[0][0]
-    script = (
-        one
-        for one, module in called
-        if "-packages" not in one.f_code.co_filename and not module.startswith("deepspeed_cad")
-    )
-    caller = next(script, inner)
+    others = (one for one, module in called if not module.startswith("deepspeed_cad"))
+    caller = next((one for one in others if "-packages" not in one.f_code.co_filename), inner)
     line = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
     return Sight(
         tuple(one.f_code for one in frames),

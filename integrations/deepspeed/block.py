@@ -22,11 +22,9 @@ _MEANT = ("cad", "cads", "cadblock", "cadconfig", "deepspeedcad", "deepspeedcadc
 
 
 def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
-    """The config that this call of `deepspeed.initialize` would use; empty where it cannot be read.
-
-    DeepSpeed takes its config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in
-    URL-safe base64. What cannot be read is left for DeepSpeed to complain about.
-    """
+    """The config that this call of `deepspeed.initialize` would use; empty where it cannot be read. DeepSpeed takes its
+    config as `config`, `config_params` or `args.deepspeed_config`, each a dict, a path, or JSON in URL-safe base64.
+    What cannot be read is left for DeepSpeed to complain about."""
     try:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     except TypeError:
@@ -43,18 +41,14 @@ def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
 
 
 def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`.
-
-    Raises CADConfigError as `block_of` does.
-    """
+    """The "cad" value of the config that this call of `deepspeed.initialize` would use, or `ABSENT`. Raises
+    CADConfigError as `block_of` does."""
     return block_of(find_config(original, args, kwargs))
 
 
 def block_of(config: Mapping) -> Any:
-    """The "cad" value of a DeepSpeed config, or `ABSENT`.
-
-    Raises CADConfigError where the block has a name that nobody reads, or stands inside another block.
-    """
+    """The "cad" value of a DeepSpeed config, or `ABSENT`. Raises CADConfigError where the block has a name that nobody
+    reads, or stands inside another block."""
     for key in config:
         if key != "cad" and "".join(filter(str.isalpha, str(key).lower())) in _MEANT:
             raise CADConfigError(

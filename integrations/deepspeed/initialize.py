@@ -29,11 +29,9 @@ logger = logging.getLogger("deepspeed_cad")
 def initialize(
     original: Callable[..., Any], cad_block: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Run `deepspeed.initialize` and turn CAD on for its model.
-
-    Raises CADConfigError for a bad block and CADUnsupportedError for a model or engine feature that CAD cannot
-    reproduce exactly, before DeepSpeed starts where that is possible.
-    """
+    """Run `deepspeed.initialize` and turn CAD on for its model. Raises CADConfigError for a bad block and
+    CADUnsupportedError for a model or engine feature that CAD cannot reproduce exactly, before DeepSpeed starts where
+    that is possible."""
     config = CADConfig.from_dict(cad_block)
     if not config.enabled:
         return tuple(original(*args, **kwargs))
@@ -45,7 +43,7 @@ def initialize(
 
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     model = given.get("model")
-    if is_pipeline(model):
+    if any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
         from deepspeed_cad.pipeline.engine import initialize_pipeline
 
         return initialize_pipeline(original, config, args, kwargs)
@@ -89,16 +87,9 @@ def _bind_when_run(engine: Any, config: CADConfig, replica: Replica | None) -> N
     handle = engine.module.register_forward_pre_hook(before_forward)
 
 
-def is_pipeline(model: Any) -> bool:
-    """Whether a model is cut into stages by DeepSpeed."""
-    return any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__)
-
-
 def find_replica(engine: Any) -> Replica | None:
-    """The ranks with which this one divides the heads of an engine's model; None: it has all of them.
-
-    Raises CADUnsupportedError for an mpu with pipelines, and for tensor and sequence parallelism together.
-    """
+    """The ranks with which this one divides the heads of an engine's model; None: it has all of them. Raises
+    CADUnsupportedError for an mpu with pipelines, and for tensor and sequence parallelism together."""
     from deepspeed.utils import groups
 
     mpu = None if engine.mpu is groups else engine.mpu

@@ -51,11 +51,9 @@ def write_profile(path: Path, pair: float) -> None:
 
 
 def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
-    """What was seen of steps with CAD, and the loss without it; or the error of CAD that ended them.
-
-    `asked["pauses"]`: "joined" or "trains": what is said before CAD is turned on, or behind the first step, where a
-    line is waited for; "": nowhere.
-    """
+    """What was seen of steps with CAD, and the loss without it; or the error of CAD that ended them. `asked["pauses"]`:
+    "joined" or "trains": what is said before CAD is turned on, or behind the first step, where a line is waited for;
+    "": nowhere."""
     said: list[str] = []
     plan.notice = said.append
     documents = training.documents(asked["lengths"][rank], seed=rank)

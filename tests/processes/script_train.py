@@ -37,9 +37,7 @@ def run_torch(args, model):
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    sampler = DistributedSampler(PackedRows(16), shuffle=False)
-    loader = DataLoader(PackedRows(16), batch_size=1, collate_fn=collate, sampler=sampler)
-    return loop(args, model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader, torch.Tensor.backward)
+    return loop(args, model, torch.optim.AdamW(model.parameters(), lr=1e-2), sampled(), torch.Tensor.backward)
 
 
 def run_deepspeed(args, model):
@@ -49,9 +47,12 @@ def run_deepspeed(args, model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = json.load(open(args.json))
     engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return loop(args, engine, engine, sampled(), engine.backward)
+
+
+def sampled():
     sampler = DistributedSampler(PackedRows(16), shuffle=False)
-    loader = DataLoader(PackedRows(16), batch_size=1, collate_fn=collate, sampler=sampler)
-    return loop(args, engine, engine, loader, engine.backward)
+    return DataLoader(PackedRows(16), batch_size=1, collate_fn=collate, sampler=sampler)
 
 
 def loop(args, model, optimizer, loader, backward):

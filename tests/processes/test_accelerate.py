@@ -7,23 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 import training
 from engines import import_deepspeed
 from launched import zero
 from pool import WorkerPool
 from torch.utils.data import DataLoader
-from trainers import (
-    BEFORE,
-    BLOCK,
-    STEPS,
-    PackedRows,
-    assert_same_and_balanced,
-    collate,
-    step_entry,
-    training_arguments,
-    unbalanced,
-    without_and_with,
-)
 
 import deepspeed_cad
 
@@ -54,7 +43,7 @@ def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, **
         torch._dynamo.reset()
         settings["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
     settings["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
-    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [], **settings)
+    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**trainers.BLOCK)] if cad else [], **settings)
 
 
 def _model(lora: dict[str, Any] | None, checkpoint: bool) -> Any:
@@ -75,8 +64,8 @@ def _run(
     torch.manual_seed(3)
     accelerator, model = _accelerator(cad, **settings), _model(lora, checkpoint)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    loader = DataLoader(data, batch_size=rows, shuffle=bool(kind), collate_fn=collate)
-    check = DataLoader(PackedRows(4, seed=50), batch_size=1, collate_fn=collate)
+    loader = DataLoader(data, batch_size=rows, shuffle=bool(kind), collate_fn=trainers.collate)
+    check = DataLoader(trainers.PackedRows(4, seed=50), batch_size=1, collate_fn=trainers.collate)
     model, optimizer, loader, check = accelerator.prepare(model, optimizer, loader, check)
     model.train()
     announced = _announcements(model) if cad and kind else []
@@ -84,7 +73,9 @@ def _run(
     ends, held = [], []
     for _ in range(2 if kind else 1):
         if kind == "looked at by rank 0" and accelerator.is_main_process:
-            assert len([batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=collate)]) == len(data)
+            assert len(
+                [batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=trainers.collate)]
+            ) == len(data)
             next(iter(check))
         batches = iter(loader) if kind == "broken off, held" else loader
         if kind == "gone on":
@@ -98,7 +89,7 @@ def _run(
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            entries.append(step_entry(loss))
+            entries.append(trainers.step_entry(loss))
             ends.append((loader.end_of_dataloader, accelerator.gradient_state.end_of_dataloader))
             ends.append(accelerator.sync_gradients)
             if kind == "evaluated" and number == 2:
@@ -132,8 +123,8 @@ def _compare(rank: int, world: int) -> dict[str, Any]:
     found = {}
     for name, case in CASES.items():
         accumulated = case.get("gradient_accumulation_steps", 1)
-        data = PackedRows(WORLD * STEPS * case.get("rows", 1) * accumulated)
-        found[name] = without_and_with(_run, data, **case)
+        data = trainers.PackedRows(WORLD * trainers.STEPS * case.get("rows", 1) * accumulated)
+        found[name] = trainers.without_and_with(_run, data, **case)
     return found
 
 
@@ -142,15 +133,17 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool) -> None:
     for found in fresh_workers.run(_compare, WORLD, timeout=140.0):
         for name, (plain, cad) in found.items():
             accumulated = 2 if "accumulation" in name else 1
-            assert_same_and_balanced(name, plain["entries"], cad["entries"], losses=STEPS * accumulated)
-            lengths = unbalanced(STEPS * accumulated, WORLD, rows=accumulated)
-            assert [entry[BEFORE] for entry in cad["entries"]] == pytest.approx(lengths), name
+            trainers.assert_same_and_balanced(
+                name, plain["entries"], cad["entries"], losses=trainers.STEPS * accumulated
+            )
+            lengths = trainers.unbalanced(trainers.STEPS * accumulated, WORLD, rows=accumulated)
+            assert [entry[trainers.BEFORE] for entry in cad["entries"]] == pytest.approx(lengths), name
 
 
 def _compare_kinds(rank: int, world: int) -> dict[str, int]:
     found = {}
     for kind in KINDS:
-        plain, ours = without_and_with(_run, PackedRows(14), kind, gradient_accumulation_steps=3)
+        plain, ours = trainers.without_and_with(_run, trainers.PackedRows(14), kind, gradient_accumulation_steps=3)
         losses = [[one.get("loss", one.get("eval_loss")) for one in run["entries"]] for run in (ours, plain)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-5) and ours["ends"] == plain["ends"], kind
         found[kind] = ours["announced"]
@@ -166,11 +159,11 @@ def _trainer(rank: int, world: int, folder: str) -> tuple[int, int]:
     from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
     from transformers import Trainer
 
-    give_every_accelerator(CADPlugin(**BLOCK))
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), BLOCK)
+    give_every_accelerator(CADPlugin(**trainers.BLOCK))
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), trainers.BLOCK)
     announced = _announcements(model)
-    arguments = training_arguments(folder, max_steps=5)
-    Trainer(model=model, args=arguments, train_dataset=PackedRows(16), data_collator=collate).train()
+    arguments = trainers.training_arguments(folder, max_steps=5)
+    Trainer(model=model, args=arguments, train_dataset=trainers.PackedRows(16), data_collator=trainers.collate).train()
     return len(announced), deepspeed_cad.current_session().statistics.micro_batches
 
 

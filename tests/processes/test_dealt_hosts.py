@@ -12,26 +12,17 @@ import training
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 from test_dealt import BLOCK, SHORT, pad, rank_batches
-from trainers import losses_of, settings, start_anew, tokenizer, training_arguments, without_and_with
+from trainers import losses_of, start_anew, training_arguments, without_and_with
 
 import deepspeed_cad
 
 BEFORE, AFTER = "cad/tokens_max_over_mean_before", "cad/tokens_max_over_mean"
 
 
-class _Samples(torch.utils.data.Dataset):
-    """Documents of very different lengths."""
-
-    def __init__(self, documents: int) -> None:
-        pick = np.random.default_rng(0)
-        lengths = np.minimum(pick.lognormal(3.0, 1.2, documents).astype(int) + 2, 300)
-        self.documents = training.documents(lengths.tolist(), 0)
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.documents[index]
+def _samples(documents: int) -> Any:
+    """Documents of very different lengths, which are a data set."""
+    lengths = np.random.default_rng(0).lognormal(3.0, 1.2, documents).astype(int) + 2
+    return training.documents(np.minimum(lengths, 300).tolist(), 0)
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 1, **_: Any) -> torch.Tensor:
@@ -49,7 +40,7 @@ def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **ch
         deepspeed_cad.apply(model, cad)
     given = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
     # The last batch of an epoch has 3 documents on rank 0 and 2 on rank 1; one step has a single micro-batch.
-    data = {"train_dataset": _Samples(45), "eval_dataset": _Samples(8)}
+    data = {"train_dataset": _samples(45), "eval_dataset": _samples(8)}
     arguments = training_arguments(folder, **given, **changes)
     return Trainer(model=model, args=arguments, data_collator=pad if padded else training.pack, **data)
 
@@ -90,44 +81,13 @@ def test_trainer(fresh_workers: WorkerPool, tmp_path: Any, padded: bool) -> None
         assert before > 1.1 and after < (1.2 if padded else 1.05)
 
 
-def _sft(rank: int, world: int, folder: str) -> Any:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    data = Dataset.from_dict({"input_ids": [one.tolist() for one in _Samples(24).documents]})
-
-    def run(cad: bool) -> dict[str, Any]:
-        model = training.sdpa_llama(torch.float64)
-        model.loss_function = _loss
-        if cad:
-            deepspeed_cad.apply(model, BLOCK)
-        arguments = SFTConfig(
-            **settings(folder, per_device_train_batch_size=4, optim="sgd"), padding_free=True, max_length=None,
-            gradient_checkpointing=False, gradient_accumulation_steps=1, num_train_epochs=1,
-        )  # fmt: skip
-        return _run(SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer()))
-
-    return run(False), run(True)
-
-
-@pytest.mark.slow
-def test_trl(fresh_workers: WorkerPool, tmp_path: Any) -> None:
-    pytest.importorskip("trl")
-    for plain, dealt in fresh_workers.run(_sft, 2, str(tmp_path), timeout=140.0):
-        assert len(plain["losses"]) == 3 and dealt["losses"] == pytest.approx(plain["losses"], abs=2e-6)
-        for key, value in plain["weights"].items():
-            # TRL computes the loss in fp32, and one step changes weights by a hundredth of a gradient.
-            assert np.abs(dealt["weights"][key] - value).max() < 1e-9, key
-        assert np.mean(dealt["tokens"]) < np.mean(dealt["before"]) - 0.02
-
-
 def _prepared(cad: bool) -> dict[str, Any]:
     """Gradients of a loop with a prepared loader: from the second micro-batch on documents are dealt out."""
     from accelerate import Accelerator
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**BLOCK, documents="deal")] if cad else None)
-    data = torch.utils.data.DataLoader(_Samples(32), batch_size=4, collate_fn=training.pack)
+    data = torch.utils.data.DataLoader(_samples(32), batch_size=4, collate_fn=training.pack)
     model, loader = accelerator.prepare(training.sdpa_llama(torch.float64), data)
     for batch in loader:
         accelerator.backward(training.loss_sum(model, batch) / 100)
@@ -148,8 +108,6 @@ def test_prepared_loader(fresh_workers: WorkerPool) -> None:
             assert np.abs(dealt[key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
 
 
-# DeepSpeed
-
 ROWS = [[[160, 70, 50], [80, 80], SHORT], [SHORT[:3], SHORT[:4], [60, 30]]]
 """[rank][micro-batch]."""
 
@@ -158,17 +116,10 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
     """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
     deepspeed = import_deepspeed()
     found: dict[str, Any] = {}
-    for name in ("keep", "deal", "own loader"):
-        model = training.tiny_llama(torch.float32)
-        cad = {**BLOCK, "documents": "keep" if name == "keep" else "deal"}
-        given: dict[str, Any] = {}
-        if name == "own loader":
-            data = [one for other in ROWS for i, row in enumerate(other) for one in rank_batches([row], i)]
-            given = {"training_data": [{name: value[0] for name, value in one.items()} for one in data]}
-        config = engine_config(1, gradient_accumulation_steps=2, cad=cad)
-        engine, _, loader, _ = deepspeed.initialize(model=model, config=config, **given)
-        if name != "own loader":
-            loader = deepspeed_cad.current_session().look_ahead(rank_batches(ROWS[rank], 10 * rank), engine)
+    for name in ("keep", "deal"):
+        config = engine_config(1, gradient_accumulation_steps=2, cad={**BLOCK, "documents": name})
+        engine, *_ = deepspeed.initialize(model=training.tiny_llama(torch.float32), config=config)
+        loader = deepspeed_cad.current_session().look_ahead(rank_batches(ROWS[rank], 10 * rank), engine)
         steps: list[list[float]] = [[]]
         for _ in range(2):
             for batch in loader:
@@ -181,7 +132,7 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
         total = torch.tensor([sum(one) for one in steps if one])
         dist.all_reduce(total)
         statistics = deepspeed_cad.current_session().statistics
-        found[name] = {"losses": total.tolist(), "kind": type(loader).__name__, "tokens": statistics.tokens}
+        found[name] = {"losses": total.tolist(), "tokens": statistics.tokens}
         engine.destroy()
         start_anew()
     return found
@@ -190,7 +141,6 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_engine(fresh_workers: WorkerPool) -> None:
     for found in fresh_workers.run(_engine, 2, timeout=140.0):
-        assert len(found["keep"]["losses"]) == 3 and len(found["own loader"]["losses"]) == 3
+        assert len(found["keep"]["losses"]) == 3
         assert found["deal"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
         assert found["deal"]["tokens"] < found["keep"]["tokens"] - 0.1
-        assert found["own loader"]["kind"] == "LookAheadLoader"

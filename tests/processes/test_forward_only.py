@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import training
+from deepspeed_cad.integrations.forward_only import install_worker_hooks
 from pool import WorkerError, WorkerPool
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaForCausalLM
 
 import deepspeed_cad
 
@@ -21,17 +24,10 @@ def _model(block: dict[str, Any], **changes: Any) -> Any:
     return deepspeed_cad.apply(training.tiny_llama(**changes), block).train()
 
 
-def _alone(reference: torch.nn.Module, docs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _alone(reference: torch.nn.Module, docs: list[torch.Tensor]) -> torch.Tensor:
     """Logits of documents that are each run alone, by the reference's own attention, which it has with gradients."""
     with torch.enable_grad():
-        return [reference(input_ids=doc[None]).logits[0].detach() for doc in docs]
-
-
-def _pieces(document: torch.Tensor, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """This rank's rows of a document that lies on all ranks."""
-    size = len(document) // world
-    rows = slice(rank * size, (rank + 1) * size if rank < world - 1 else len(document))
-    return {"input_ids": document[None, rows], "position_ids": torch.arange(len(document))[None, rows]}
+        return torch.cat([reference(input_ids=doc[None]).logits[0].detach() for doc in docs])
 
 
 def _fsdp1(rank: int, world: int, late: bool) -> int:
@@ -50,7 +46,7 @@ def _fsdp1(rank: int, world: int, late: bool) -> int:
             for i, batch in enumerate(session.look_ahead([training.pack(docs) for docs in mine], model)):
                 for one in (model.train(i % 2 == 0), reference):
                     found = one(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
-                    assert (found - torch.cat(_alone(plain, mine[i]))).abs().max() < 1e-10
+                    assert (found - _alone(plain, mine[i])).abs().max() < 1e-10
         docs = training.documents([40, 9], seed=passes + rank)
         loss = training.loss_sum(model.train(), training.pack(docs))
         assert abs(float(loss.detach()) - training.alone(plain, docs)[0]) < 1e-8
@@ -63,6 +59,47 @@ def _fsdp1(rank: int, world: int, late: bool) -> int:
 def test_fsdp1_with_unequal_numbers_of_batches(workers: WorkerPool, late: bool) -> None:
     """A rank that ran out calls the wrapper, which gathers parameters with the others."""
     assert workers.run(_fsdp1, 2, late) == 2 * [2 * (2 + 3)]
+
+
+class _Critic(LlamaForCausalLM):
+    """As OpenRLHF's: without its output it would need to know the actions."""
+
+    def forward(self, *args: Any, return_output: bool = False, **given: Any) -> Any:
+        assert return_output
+        return super().forward(*args, **given)
+
+
+class _Worker:
+    def execute_batch(self, run: Any, batches: list[Any]) -> list[torch.Tensor]:
+        return [run(one) for one in batches]
+
+
+def _experience(rank: int, world: int) -> int:
+    """What OpenRLHF's experience maker runs, in a worker that Ray has given a copy of what it inherits."""
+    copied = type("Copied", (), {"execute_batch": lambda self, *given: _Worker.execute_batch(self, *given)})
+    module: Any = ModuleType("openrlhf.trainer.ray.launcher")
+    module.BaseModelActor = _Worker
+    module.Critic = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=copied))
+    install_worker_hooks(module)
+    plain = training.tiny_llama()
+    model: Any = _Critic(plain.config).double()
+    model.load_state_dict(plain.state_dict())
+    deepspeed_cad.apply(model, TOGETHER)
+    mine = [training.documents([70 if rank else 9, 30], seed) for seed in range(1 + 2 * rank)]
+
+    def run(docs: list[torch.Tensor]) -> torch.Tensor:
+        batch = training.pack(docs)
+        del batch["labels"]
+        return model(**batch, return_output=True).logits[0]
+
+    with torch.no_grad():
+        for docs, found in zip(mine, copied().execute_batch(run, mine), strict=True):
+            assert (found - _alone(plain, docs)).abs().max() < 1e-10
+    return deepspeed_cad.current_session().forward_only.micro_batches
+
+
+def test_workers_of_openrlhf_with_unequal_numbers_of_batches(fresh_workers: WorkerPool) -> None:
+    assert fresh_workers.run(_experience, 2) == [3, 3]
 
 
 def _generate(rank: int, world: int, block: dict[str, Any]) -> None:
@@ -90,13 +127,11 @@ def test_generation_is_local(workers: WorkerPool, block: dict[str, Any]) -> None
     workers.run(_generate, 2, block)
 
 
-# One error on every rank
-
-
 def _spans(rank: int, world: int) -> None:
     model = _model(BLOCK).eval()
     with torch.no_grad():
-        model(**_pieces(training.documents([50], seed=0)[0], rank, world))
+        rows = slice(25 * rank, 25 * rank + 25)
+        model(input_ids=torch.arange(50)[None, rows], position_ids=torch.arange(50)[None, rows])
 
 
 def test_a_document_on_two_ranks_needs_both(workers: WorkerPool) -> None:
@@ -104,37 +139,25 @@ def test_a_document_on_two_ranks_needs_both(workers: WorkerPool) -> None:
         workers.run(_spans, 2)
 
 
-# By themselves, where all ranks run as many
-
-
 def _trainer(rank: int, world: int, folder: str, kind: str) -> tuple[dict[str, float], int]:
     """What an evaluation says, and how many of its forwards all ranks ran together."""
-    from torch.utils.data import IterableDataset
-    from trainers import PackedRows, collate, training_arguments
+    from trainers import PackedRows, Stream, collate, training_arguments
     from transformers import Trainer
-
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter([PackedRows(8)[i] for i in range(8)])
 
     model: Any = training.tiny_llama(torch.float32, use_cache=False)
     if kind != "plain":
         deepspeed_cad.apply(model, BLOCK)
     arguments = training_arguments(folder, per_device_eval_batch_size=1, accelerator_config={"dispatch_batches": False})
     trainer = Trainer(model=model, args=arguments, data_collator=collate)
-    found = trainer.evaluate(Stream() if kind == "unknown" else PackedRows(8))
+    found = trainer.evaluate(Stream() if kind == "unknown" else PackedRows(16))
     session = deepspeed_cad.current_session()
     return found, 0 if session is None else session.forward_only.micro_batches
 
 
-KINDS = ("plain", "even", "unknown")
-
-
 @pytest.mark.slow
 def test_evaluations_of_the_trainer(fresh_workers: WorkerPool, tmp_path: Any) -> None:
-    said = {kind: fresh_workers.run(_trainer, 2, str(tmp_path), kind, timeout=100.0) for kind in KINDS}
-    for rank in range(2):
-        plain, even = said["plain"][rank], said["even"][rank]
-        assert abs(plain[0]["eval_loss"] - even[0]["eval_loss"]) < 1e-5 and (plain[1], even[1]) == (0, 4)
-        assert abs(plain[0]["eval_loss"] - said["unknown"][rank][0]["eval_loss"]) < 1e-5
-        assert said["unknown"][rank][1] == 0
+    expected = 0.0
+    for kind, looks in (("plain", 0), ("even", 8), ("unknown", 0)):
+        for said, count in fresh_workers.run(_trainer, 2, str(tmp_path), kind, timeout=100.0):
+            expected = said["eval_loss"] if kind == "plain" else expected
+            assert count == looks and abs(said["eval_loss"] - expected) < 1e-5

@@ -9,20 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as home
+import trainers
 import training
 from pool import WorkerPool
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
-from trainers import (
-    BEFORE,
-    BLOCK,
-    STEPS,
-    PackedRows,
-    assert_same_and_balanced,
-    collate,
-    step_entry,
-    unbalanced,
-    without_and_with,
-)
+
+import deepspeed_cad
 
 WORLD = 2
 MICRO = 2
@@ -92,14 +86,9 @@ the whole model is none."""
 
 
 def _train(
-    cad: bool, rank: int, world: int, way: str, late: bool = False, block: dict[str, Any] = BLOCK
+    cad: bool, rank: int, world: int, way: str, late: bool = False, block: dict[str, Any] = trainers.BLOCK
 ) -> tuple[list[dict[str, Any]], int, int]:
     """An entry of every micro-batch, how often parameters were gathered, and how many operations were compiled."""
-    import torch.distributed.fsdp._fully_shard._fsdp_param_group as home
-    from torch._dynamo.utils import counters
-
-    import deepspeed_cad
-
     counters.clear()
     model = training.sdpa_llama()
     if cad and not late:
@@ -109,41 +98,27 @@ def _train(
         deepspeed_cad.apply(model, block)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    rows = PackedRows(64)
-    found, calls = [], [0]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return gather(*args, **kwargs)
-
-    gather = home.foreach_all_gather
-    with mock.patch.object(home, "foreach_all_gather", counted):
-        for step in range(STEPS):
+    rows = trainers.PackedRows(64)
+    found = []
+    with mock.patch.object(home, "foreach_all_gather", wraps=home.foreach_all_gather) as gather:
+        for step in range(trainers.STEPS):
             for micro in range(MICRO):
-                loss = model(**collate([rows[(MICRO * step + micro) * world + rank]])).loss
+                loss = model(**trainers.collate([rows[(MICRO * step + micro) * world + rank]])).loss
                 (loss / MICRO).backward()
-                found.append(step_entry(loss))
+                found.append(trainers.step_entry(loss))
             optimizer.step()
             optimizer.zero_grad()
-    return found, calls[0], counters["stats"]["calls_captured"]
+    for binding in deepspeed_cad.current_session().bindings.values() if cad and block != trainers.BLOCK else ():
+        assert ("FSDP wraps its layers" in binding.in_turn) == (way != "FSDP2, root"), binding.in_turn
+    return found, gather.call_count, counters["stats"]["calls_captured"]
 
 
 def _compare(rank: int, world: int) -> dict[str, Any]:
-    import deepspeed_cad
-
-    found = {way: without_and_with(_train, rank, world, way) for way in WAYS}
-    found |= {f"late {way}": without_and_with(_train, rank, world, way, late=True) for way in LATE}
+    found = {way: trainers.without_and_with(_train, rank, world, way) for way in WAYS}
+    found |= {f"late {way}": trainers.without_and_with(_train, rank, world, way, late=True) for way in LATE}
     for way in INTERLEAVED:
-        reasons = []
-
-        def run(cad: bool, way: str = way, reasons: list[str] = reasons) -> Any:
-            made = _train(cad, rank, world, way, block={**BLOCK, "overlap": "interleave"})
-            bindings = deepspeed_cad.current_session().bindings.values() if cad else ()
-            reasons.extend(binding.in_turn for binding in bindings)
-            return made
-
-        found[f"interleaved {way}"] = without_and_with(run)
-        assert ("FSDP wraps its layers" in reasons[0]) == (way != "FSDP2, root"), reasons
+        block = {**trainers.BLOCK, "overlap": "interleave"}
+        found[f"interleaved {way}"] = trainers.without_and_with(_train, rank, world, way, block=block)
     return found
 
 
@@ -151,8 +126,10 @@ def _compare(rank: int, world: int) -> dict[str, Any]:
 def test_same_losses_gathers_and_balance(workers: WorkerPool) -> None:
     for found in workers.run(_compare, WORLD, timeout=200.0):
         for way, (plain, cad) in found.items():
-            assert_same_and_balanced(way, plain[0], cad[0], losses=STEPS * MICRO)
-            assert [entry[BEFORE] for entry in cad[0]] == pytest.approx(unbalanced(STEPS * MICRO, WORLD)), way
+            trainers.assert_same_and_balanced(way, plain[0], cad[0], losses=trainers.STEPS * MICRO)
+            assert [entry[trainers.BEFORE] for entry in cad[0]] == pytest.approx(
+                trainers.unbalanced(trainers.STEPS * MICRO, WORLD)
+            ), way
             assert cad[1] == plain[1], (way, "parameters are gathered as often as without CAD")
             assert (plain[1] > 0) == ("FSDP2" in way)
             assert (cad[2] > 0) == (plain[2] > 0) == ("compiled" in way)

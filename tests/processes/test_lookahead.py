@@ -17,6 +17,7 @@ from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.ahead.loader import LookAheadLoader
+from deepspeed_cad.session import find_binding
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
@@ -29,30 +30,26 @@ COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
 
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
-    from deepspeed_cad.session import find_binding
-
     model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "overlap": overlap})
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     reference = training.tiny_llama()
     batches: Any = [training.pack(_documents(rank, step)) for step in range(4)]
-    loader = LookAheadLoader(batches, find_binding(model).feed) if ahead else batches
+    session, feed = deepspeed_cad.current_session(), find_binding(model).feed
+    loader = LookAheadLoader(batches, feed) if ahead else batches
     assert len(loader) == 4
     counted: dict[str, int] = {}
     for step, batch in enumerate(loader):
-        announced = find_binding(model).feed.next_announced
-        assert (announced is not None) == ahead
-        assert announced is None or announced.local.tokens == batch["input_ids"].numel()
-        session = deepspeed_cad.current_session()
-        before = 0 if step == 0 else session.transport.exchanges
-        if ahead and step:
+        announced = feed.next_announced
+        assert (announced.local.tokens if ahead else announced) == (batch["input_ids"].numel() if ahead else None)
+        before = session.transport.exchanges
+        if ahead:
             session.worker.run(lambda: None)  # what was announced is planned
         with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in COLLECTIVES}):
             loss = training.loss_sum(model, batch)
             loss.backward()
             counts = {name: getattr(dist, name).call_count for name in COLLECTIVES}
-        session = deepspeed_cad.current_session()
         session.worker.run(lambda: None)
         if step == 2:
             # Beside each exchange its number is gathered.

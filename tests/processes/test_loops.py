@@ -80,12 +80,7 @@ RIGHT: dict[str, Case] = {
     ),
     "2 + 1, dealt": loop(block={"documents": "deal"}, servers=1, accumulation=2),
 }
-SELDOM = {
-    "streams, state": SLOW,
-    "interleaved, reentrant": LONG,
-    "3 + 3": SLOW,
-    "1 + 1": LONG,
-}
+SELDOM = {"streams, state": SLOW, "interleaved, reentrant": LONG, "3 + 3": SLOW, "1 + 1": LONG}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM.get(name, ())) for name in RIGHT])
@@ -118,9 +113,6 @@ def test_pipelines(workers: WorkerPool, name: str) -> None:
     failure, played = run_case(workers, case)
     assert not failure, failure
     assert [one and (one.error, one.trained) for one in played] == [(None, 2 * case.accumulation)] * case.world
-
-
-# Servers that die, and trainers that go on
 
 
 def dying(what: str, turn: int = 1, layer: int | None = None, trainers: int = 2, servers: int = 2, wave: int = 0,
@@ -182,8 +174,6 @@ def test_a_server_comes_later(workers: WorkerPool, dies: bool) -> None:
         assert one.changes == 1 + dies and (dies or one.repeated == 0)
         assert len(one.load) == 4 - dies and one.load[-1] > 0.1 * max(one.load)
 
-
-# One error on every rank
 
 AT_THE_NEXT = ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"]
 ERRORS = {

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import training
 from deepspeed_cad.integrations.model_table import REFUSED, SEEING, SUPPORTED
 from deepspeed_cad.integrations.models import is_mixture, refuse_model
 from model_cases import FAMILIES, NEW, Family, known_kind, tiny_config, tiny_model
 from pool import WorkerPool
-from training import LINKS
 from transformers import PreTrainedModel
 
+import deepspeed_cad
 from deepspeed_cad.errors import CADUnsupportedError
 
 LENGTHS = [[150, 3, 39], [20, 40, 1, 30, 37]]
@@ -34,16 +34,6 @@ def _need(family: Family) -> None:
             pytest.skip(str(error))
 
 
-def _document(number: int, length: int) -> torch.Tensor:
-    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(number))
-
-
-def _weights(number: int, logits: torch.Tensor) -> torch.Tensor:
-    """What the loss weighs a document's logits with, so that every logit has a gradient of its own."""
-    generator = torch.Generator().manual_seed(1000 + number)
-    return torch.randn(logits.shape[-2:], generator=generator, dtype=torch.float64).to(logits.dtype)
-
-
 def _dtype(family: Family) -> torch.dtype:
     """fp64 where the model can: mixtures of experts mix dtypes in older versions of transformers."""
     return torch.float64 if NEW or not is_mixture(tiny_config(family.kind, **family.changes)) else torch.float32
@@ -59,94 +49,29 @@ def _build(family: Family, checkpoint: str | None) -> PreTrainedModel:
     return model
 
 
-def _alone(model: PreTrainedModel, numbered: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Logits of each document alone, through the unmodified model; gradients are left on its parameters."""
-    found = []
-    for number, length in numbered:
-        positions = torch.arange(length).unsqueeze(0)
-        ids = _document(number, length).unsqueeze(0)
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        (logits[0] * _weights(number, logits)).sum().backward()
-        found.append(logits.detach()[0])
-    return found
-
-
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
-
-
-def _gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
 def _settings(overlap: str) -> dict[str, Any]:
-    return {"overlap": overlap, "granularity": 16, "tolerance": 0.02, "links": LINKS}
+    return {"overlap": overlap, "granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
-def _whole_documents(rank: int, world: int, family: Family, overlap: str, checkpoint: str | None) -> dict[str, Any]:
-    """Documents that stay on their rank: logits and this rank's gradients against the documents alone."""
-    import deepspeed_cad
-
+def _train(
+    rank: int, world: int, family: Family, overlap: str, checkpoint: str | None = None, spans: bool = False
+) -> dict[str, Any]:
+    """Documents that stay on their rank, or a stream of all ranks that is cut into equal parts."""
     reference = _build(family, None)
     model = deepspeed_cad.apply(_build(family, checkpoint), _settings(overlap))
-    numbered = [(10 * rank + place, length) for place, length in enumerate(LENGTHS[rank])]
-    for _ in range(2):  # the second forward finds its plans made ahead of the layers
-        model.zero_grad()
-        ids = torch.cat([_document(*one) for one in numbered]).unsqueeze(0)
-        positions = torch.cat([torch.arange(length) for _, length in numbered]).unsqueeze(0)
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        parts = logits[0].split(LENGTHS[rank])
-        sum((part * _weights(one[0], logits)[: len(part)]).sum() for one, part in zip(numbered, parts)).backward()
-    expected = _alone(reference, numbered)
-    return {"logits": _difference(logits.detach()[0], torch.cat(expected)), **_compare(model, reference), **_figures()}
-
-
-def _spanning_documents(rank: int, world: int, family: Family) -> dict[str, Any]:
-    """A stream cut into equal rank parts: logits, and gradients summed over ranks."""
-    import deepspeed_cad
-
-    lengths, rows = SPANNING
-    reference = _build(family, None)
-    model = deepspeed_cad.apply(_build(family, None), _settings("local_first"))
-    numbered = list(enumerate(lengths))
-    here = slice(rank * rows, (rank + 1) * rows)
-    ids = torch.cat([_document(*one) for one in numbered])[here].unsqueeze(0)
-    positions = torch.cat([torch.arange(length) for length in lengths])[here].unsqueeze(0)
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    expected = torch.cat(_alone(reference, numbered))[here]
-    weights = torch.cat([_weights(number, torch.zeros(length, 96, dtype=logits.dtype)) for number, length in numbered])
-    (logits[0] * weights[here]).sum().backward()
-    for gradient in (p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None):
-        dist.all_reduce(gradient)
-    return {"logits": _difference(logits.detach()[0], expected), **_compare(model, reference), **_figures()}
-
-
-def _compare(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
-    got, expected = _gradients(model), _gradients(reference)
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    return {"gradients": max(float((got[name] - expected[name]).abs().max()) for name in got) / largest}
-
-
-def _figures() -> dict[str, Any]:
-    import deepspeed_cad
-
-    session = deepspeed_cad.current_session()
-    assert session is not None and session.transport is not None
-    figures = session.statistics.copy()
-    return {
-        "sent": session.transport.bytes_sent,
-        "before": figures.imbalance_before,
-        "after": figures.imbalance,
-        "calls": (session.counts.forwards, session.counts.backwards, session.counts.replays),
-    }
+    lengths, rows = SPANNING if spans else (LENGTHS[rank], sum(LENGTHS[rank]))
+    here = slice(rank * rows, (rank + 1) * rows) if spans else slice(None)
+    docs = [doc + 3 for doc in training.documents(lengths, seed=0 if spans else rank)]
+    given = {"input_ids": torch.cat(docs)[None], "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    alone = [{"input_ids": doc[None], "position_ids": torch.arange(len(doc))[None]} for doc in docs]
+    given = {name: value[:, here] for name, value in given.items()}
+    return training.as_alone(model, reference, given, alone, here if spans else ..., 1 if spans else 2) | (
+        training.figures()
+    )
 
 
 def _check(found: list[dict[str, Any]], family: Family) -> None:
-    tolerance = family.tolerance if _dtype(family) is torch.float64 else 1e-4
-    for one in found:
-        assert one["logits"] < tolerance and one["gradients"] < tolerance, found
-    assert sum(one["sent"] for one in found) > 0, "nothing was moved"
-    assert found[0]["after"] < found[0]["before"], "balance did not improve"
+    training.assert_moved(found, family.tolerance if _dtype(family) is torch.float64 else 1e-4)
 
 
 INTERLEAVED = (
@@ -170,7 +95,7 @@ def _often(family: Family) -> Any:
 @pytest.mark.parametrize("family", map(_often, FAMILIES))
 def test_family(workers: WorkerPool, family: Family) -> None:
     _need(family)
-    _check(workers.run(_whole_documents, 2, family, "local_first", None), family)
+    _check(workers.run(_train, 2, family, "local_first"), family)
 
 
 @pytest.mark.slow
@@ -179,7 +104,7 @@ def test_family(workers: WorkerPool, family: Family) -> None:
 def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""
     _need(family)
-    _check(workers.run(_whole_documents, 2, family, "interleave", "plain"), family)
+    _check(workers.run(_train, 2, family, "interleave", "plain"), family)
 
 
 LLAMA_4 = next(family for family in FAMILIES if family.kind == "llama4_text")
@@ -189,12 +114,10 @@ LLAMA_4 = next(family for family in FAMILIES if family.kind == "llama4_text")
 def test_chunks_of_a_document_on_two_ranks(workers: WorkerPool) -> None:
     """Its positions go beyond a rank's rows. gpt_oss and deepseek_v3 are streams of test_loops.py."""
     _need(LLAMA_4)
-    _check(workers.run(_spanning_documents, 2, LLAMA_4), LLAMA_4)
+    _check(workers.run(_train, 2, LLAMA_4, "local_first", None, True), LLAMA_4)
 
 
 def _verified(rank: int, world: int) -> str:
-    import deepspeed_cad
-
     with pytest.raises(CADUnsupportedError) as error:
         deepspeed_cad.apply(_build(LLAMA_4, None), {**_settings("local_first"), "verify": 1})
     return str(error.value)

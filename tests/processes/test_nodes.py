@@ -93,14 +93,10 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(nodes, on_one_node: list[float]) -> None:
-    finish(on_each(nodes, ["examples/nodes/torchrun.sh"], NODES="2", GPUS="1"), on_one_node)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_deepspeed_without_ssh(nodes, hostfile: str, on_one_node: list[float]) -> None:
-    finish(on_each(nodes, ["examples/nodes/deepspeed.sh"], HOSTFILE=hostfile), on_one_node)
+@pytest.mark.parametrize("script", ["torchrun.sh", pytest.param("deepspeed.sh", marks=pytest.mark.long)])
+def test_a_script_on_each_node(nodes, hostfile: str, on_one_node: list[float], script: str) -> None:
+    """DeepSpeed's without ssh."""
+    finish(on_each(nodes, [f"examples/nodes/{script}"], NODES="2", GPUS="1", HOSTFILE=hostfile), on_one_node)
 
 
 @pytest.mark.slow

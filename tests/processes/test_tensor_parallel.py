@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 import training
 from engines import engine_config, import_deepspeed, train_engine
 from model_cases import NEW
@@ -20,16 +21,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
-)
-from trainers import (
-    BLOCK,
-    STEPS,
-    PackedRows,
-    assert_same_and_balanced,
-    collate,
-    step_entry,
-    training_arguments,
-    without_and_with,
 )
 
 import deepspeed_cad
@@ -60,22 +51,24 @@ AUTOTP: list[tuple[str, dict[str, Any], str | None, dict[str, int]]] = [
 def _train(cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None, changes: dict[str, int]) -> Any:
     """What the loop logged, and the first line of the session."""
     config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
-    rows = _rows(rank, STEPS * config["gradient_accumulation_steps"])
-    block = {"cad": BLOCK | {"granularity": 8}} if cad else {}
-    found = train_engine(config | block, checkpoint, rows, step_entry, **changes)
+    rows = _rows(rank, trainers.STEPS * config["gradient_accumulation_steps"])
+    block = {"cad": trainers.BLOCK | {"granularity": 8}} if cad else {}
+    found = train_engine(config | block, checkpoint, rows, trainers.step_entry, **changes)
     return found, deepspeed_cad.current_session().describe() if cad else ""
 
 
 def _autotp(rank: int, world: int) -> dict[str, Any]:
     import_deepspeed()
-    return {name: without_and_with(_train, rank, *case) for name, *case in AUTOTP}
+    return {name: trainers.without_and_with(_train, rank, *case) for name, *case in AUTOTP}
 
 
 @pytest.mark.slow
 def test_autotp(fresh_workers: WorkerPool) -> None:
     for found in fresh_workers.run(_autotp, WORLD, timeout=240.0):
         for name, ((plain, _), (cad, line)) in found.items():
-            assert_same_and_balanced(name, plain, cad, losses=STEPS * (2 if "accumulation" in name else 1))
+            trainers.assert_same_and_balanced(
+                name, plain, cad, losses=trainers.STEPS * (2 if "accumulation" in name else 1)
+            )
             assert "2 replicas of 2 by tensor parallelism" in line
 
 
@@ -119,7 +112,7 @@ def _sequence_parallel(folder: str) -> torch.nn.Module:
 def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], folder: str) -> dict[str, Any]:
     """Two steps of one model, whose mesh CAD reads from its parameters, against each document alone."""
     model = make(folder)
-    deepspeed_cad.apply(model, BLOCK)
+    deepspeed_cad.apply(model, trainers.BLOCK)
     model.train()
     reference, replicas = training.tiny_llama(), world // SHARES
     for step in range(2):
@@ -137,8 +130,7 @@ def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], fol
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             assert (grad - mean).abs().max() < 1e-10 * (1 + mean.abs().max()), name
         model.zero_grad()
-    session = deepspeed_cad.current_session()
-    return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
+    return training.figures() | {"line": deepspeed_cad.current_session().describe()}
 
 
 @pytest.mark.parametrize("make", [pytest.param(_loaded, marks=OLD), _sequence_parallel])
@@ -155,13 +147,18 @@ def _trainer(cad: bool, folder: str) -> list[dict[str, Any]]:
 
     model = _loaded(folder, torch.float32)
     if cad:
-        deepspeed_cad.apply(model, BLOCK)
-    arguments = training_arguments(
-        folder, max_steps=STEPS, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, max_grad_norm=0.0
+        deepspeed_cad.apply(model, trainers.BLOCK)
+    arguments = trainers.training_arguments(
+        folder,
+        max_steps=trainers.STEPS,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        max_grad_norm=0.0,
     )
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=PackedRows(48), eval_dataset=PackedRows(4, seed=50),
-        data_collator=collate,
+        model=model, args=arguments, data_collator=trainers.collate, train_dataset=trainers.PackedRows(48),
+        eval_dataset=trainers.PackedRows(4, seed=50),
     )  # fmt: skip
     trainer.train()
     return trainer.state.log_history
@@ -173,42 +170,29 @@ def _accelerate(cad: bool, folder: str) -> list[dict[str, Any]]:
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DistributedType
     from deepspeed_cad.integrations.accelerate import CADPlugin
-    from torch.utils.data import DataLoader
 
-    model = _loaded(folder, torch.float32)
     accelerator = Accelerator(
-        cpu=True, kwargs_handlers=[CADPlugin(**BLOCK)] if cad else [],
+        cpu=True, kwargs_handlers=[CADPlugin(**trainers.BLOCK)] if cad else [],
         parallelism_config=ParallelismConfig(tp_size=SHARES, dp_shard_size=WORLD // SHARES),
     )  # fmt: skip
-    loader = DataLoader(PackedRows(STEPS * WORLD // SHARES), batch_size=1, collate_fn=collate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # On CPUs Accelerate would wrap it in DDP, where it leaves it as it is on GPUs.
     accelerator.state.distributed_type = DistributedType.MULTI_GPU
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    found = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(step_entry(loss))
-    return found
+    return trainers.prepared_loop(
+        accelerator, _loaded(folder, torch.float32), trainers.PackedRows(trainers.STEPS * WORLD // SHARES)
+    )
 
 
-def _compare(rank: int, world: int, run: Callable[[bool, str], list[dict[str, Any]]], folder: str) -> list[Any]:
+def _compare(rank: int, world: int, run: Any, folder: str) -> list[Any]:
     from accelerate.parallelism_config import ParallelismConfig
 
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # it lets GPUs only
-    return list(without_and_with(run, folder))
+    return list(trainers.without_and_with(run, folder))
 
 
 @pytest.mark.slow
 @OLD
 @pytest.mark.parametrize("run", [_trainer, _accelerate])
-def test_host_frameworks(
-    fresh_workers: WorkerPool, run: Callable[[bool, str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_host_frameworks(fresh_workers: WorkerPool, run: Any, tmp_path: Path) -> None:
     training.tiny_llama(torch.float32).save_pretrained(tmp_path)
     for plain, cad in fresh_workers.run(_compare, WORLD, run, str(tmp_path), timeout=140.0):
-        assert_same_and_balanced(run.__name__, plain, cad)
+        trainers.assert_same_and_balanced(run.__name__, plain, cad)

@@ -1,58 +1,108 @@
-"""torchtitan itself, its Trainer and debug models, on CPUs: the same with CAD as without."""
+"""The override of torchtitan, on a stand-in for what it derives from: as each document alone, and what is refused."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from pathlib import Path
-from types import SimpleNamespace
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
-from launched import run, torchrun
+import torch
+import training
+from pool import WorkerPool
 
-SCRIPT = Path(__file__).with_name("torchtitan_on_cpu.py")
-STEPS, LAYERS = 3, 2
+import deepspeed_cad
+from deepspeed_cad.errors import CADUnsupportedError
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (pip install torchtitan)"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "ranks", "tensor"), [("llama3", 2, 1), ("qwen3", 2, 1), ("deepseek_v3", 2, 1), ("llama3", 4, 2)]
-)
-def test_debug_models_train_as_without(tmp_path: Path, model: str, ranks: int, tensor: int) -> None:
-    """Under FSDP2, with the selective checkpointing of their configurations, and with tensor parallelism."""
-    done = run([*torchrun(ranks), str(SCRIPT), model, str(tensor), str(tmp_path / "out.json")], tmp_path)
-    assert done.returncode == 0, done.stderr[-6000:]
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found["seen"]) == STEPS and len({tuple(one) for one in found["seen"]}) == STEPS
-    for ours, theirs in zip(found["seen"], found["expected"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-10), "losses and norms of gradients"
-    # Adam makes up to 8e4 times as much (its rate / eps) of what tiny gradients differ by.
-    assert found["error"] < 1e-8, "parameters after all steps"
-    assert found["shares"] == tensor and found["before"] > 1.2 > 1.05 > found["after"]
-    assert found["micro_batches"] == STEPS
-    assert found["forwards"] == found["backwards"] == found["replays"] == STEPS * LAYERS
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+LENGTHS = [[100, 28], [9] * 14 + [2]]
 
 
-def test_what_cannot_be_told_is_refused() -> None:
-    from deepspeed_cad.integrations.torchtitan import Attention, cad
-    from torchtitan.models.gpt_oss import model_registry
+class _Module(torch.nn.Module):
+    @dataclass(kw_only=True)
+    class Config:
+        inner_attention: Any = None
 
-    from deepspeed_cad.errors import CADUnsupportedError
+    def __init__(self, config: Any) -> None:
+        super().__init__()
 
-    flex, varlen = (
-        model_registry("debugmodel", attn_backend=backend).model.layers[0].attention for backend in ("flex", "varlen")
-    )
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Nothing here."""
+
+
+class _Varlen(_Module):
+    @dataclass(kw_only=True)
+    class Config:
+        window_size: tuple[int, int] = (-1, 0)
+
+
+class _Flex(_Module):
+    @dataclass(kw_only=True)
+    class Config:
+        """It has none."""
+
+
+class _Grouped(_Module):
+    @dataclass(kw_only=True)
+    class Config(_Module.Config):
+        """As its base."""
+
+
+def _room() -> Any:
+    """Our module, imported as torchtitan imports it."""
+    made: Any = ModuleType("torchtitan")
+    made.no_typecheck, made.is_type_checking = nullcontext, lambda: False
+    made.derive = lambda config, cls, **more: cls(**asdict(config), **more)
+    made.override = lambda **given: lambda function: function
+    made.BaseAttention, made.GQAttention, made.Attention = _Module, _Grouped, _Grouped
+    made.FlexAttention, made.VarlenAttention, made.VarlenMetadata = _Flex, _Varlen, Any
+    names = ("config", "models", "models.common", "models.common.attention", "models.deepseek_v3")
+    names = (*(f"torchtitan.{name}" for name in (*names, "models.deepseek_v3.model")), "torchtitan", "spmd_types")
+    sys.modules |= dict.fromkeys(names, made)
+    return import_module("deepspeed_cad.integrations.torchtitan")
+
+
+def _attend(rank: int, world: int) -> dict[str, Any]:
+    """Two layers, one with a window, of two rows of documents; O and dQ, dK and dV."""
+    config = _room().cad(_Grouped.Config(inner_attention=_Varlen.Config(window_size=(15, 0))), **BLOCK).inner_attention
+    layers = [_room().Attention(config), _room().Attention(_room().Attention.Config(block=BLOCK))]
+    assert [layer.window for layer in layers] == [16, None] and config.block == BLOCK
+    gen = torch.Generator().manual_seed(rank)
+    rows = [torch.randn(1, 128, heads, 16, generator=gen, dtype=torch.float64) for heads in (4, 2, 2)]
+    ends = torch.tensor([0, *LENGTHS[rank]]).cumsum(0).to(torch.int32)
+    for layer in layers:
+        given, leaves = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
+        layer(*given, attention_masks=SimpleNamespace(cu_seq_q=ends)).square().sum().backward()
+        for begin, end in zip(ends.tolist(), ends.tolist()[1:]):
+            q, k, v = (x[:, begin:end].transpose(1, 2) for x in leaves)
+            seen = torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - (layer.window or 128))
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            o.square().sum().backward()
+        for one, other in zip(given, leaves):
+            assert (one.grad - other.grad).abs().max() < 1e-10
+    assert deepspeed_cad.current_session().statistics.micro_batches == 1
+    return training.figures()
+
+
+def test_as_each_document_alone(fresh_workers: WorkerPool) -> None:
+    found = fresh_workers.run(_attend, 2)
+    assert found[0]["after"] < 1.05 < found[0]["before"] and sum(one["sent"] for one in found) > 0
+
+
+def _refused(rank: int, world: int) -> None:
+    room = _room()
+    plain = room.cad(_Grouped.Config(inner_attention=_Flex.Config()))  # its mask is causal inside documents
+    assert plain.inner_attention.block == {}
     with pytest.raises(CADUnsupportedError, match='whose mask CAD cannot tell: build the model with attn_backend="var'):
-        cad(flex)
-    inner = cad(varlen, tolerance=0.1).inner_attention
-    assert inner.block == {"tolerance": 0.1} and inner.window_size == varlen.inner_attention.window_size
+        room.cad(_Module.Config(inner_attention=_Flex.Config()))
     with pytest.raises(CADUnsupportedError, match="CAD needs causal attention"):
-        Attention(Attention.Config(window_size=(-1, -1)))
-    layer = Attention(Attention.Config(window_size=(15, 0)))
-    assert layer.window == 16
+        room.Attention(room.Attention.Config(window_size=(-1, -1)))
     with pytest.raises(CADUnsupportedError, match="pipeline_parallel_degree is 2"):
-        layer.parallelize(SimpleNamespace(pp=2, cp=1, tp=1))
+        room.Attention(room.Attention.Config()).parallelize(SimpleNamespace(pp=2, cp=1, tp=1))
+
+
+def test_what_cannot_be_told_is_refused(fresh_workers: WorkerPool) -> None:
+    fresh_workers.run(_refused, 1)

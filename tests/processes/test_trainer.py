@@ -1,47 +1,68 @@
-"""The Hugging Face Trainer: a "cad" block in its DeepSpeed JSON, losses with and without CAD, log and callback."""
+"""The Hugging Face Trainer: a "cad" block in its DeepSpeed JSON, losses with and without CAD, log and callback; the
+plugin of axolotl, against a stand-in that makes the calls of its plugin manager."""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import trainers
 import training
 from engines import import_deepspeed
 from pool import WorkerPool
-from trainers import (
-    BLOCK,
-    STEPS,
-    PackedRows,
-    assert_same_and_balanced,
-    collate,
-    losses_of,
-    start_anew,
-    training_arguments,
-    without_and_with,
-    zero,
-)
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
 
 WORLD = 2
 
 
-def _trainer(
-    cad: bool, folder: str, kind: Any = None, rows: Any = None, stage: int | None = None, **changes: Any
-) -> Any:
-    """A Trainer on a new model, with CAD by its own key or by the JSON's."""
-    from transformers import Trainer
+def _axolotl() -> Any:
+    """Our plugin, imported as axolotl imports it."""
+    base: Any = ModuleType("axolotl.integrations.base")
+    base.BasePlugin = object
+    sys.modules |= {"axolotl": base, "axolotl.integrations": base, base.__name__: base}
+    return import_module("deepspeed_cad.integrations.axolotl").CADPlugin()
 
-    import deepspeed_cad
+
+def test_keys_of_the_yaml_of_axolotl() -> None:
+    plugin = _axolotl()
+    home, name = plugin.get_input_args().rsplit(".", 1)
+    assert getattr(sys.modules[home], name)(cad={"tolerance": 0.1}).cad == {"tolerance": 0.1}
+    plugin.pre_model_load({"cad": None, "sequence_parallel_degree": 1})
+    with pytest.raises(CADConfigError, match="did you mean"):
+        plugin.pre_model_load({"cad": {"tolerence": 0.1}})
+    with pytest.raises(CADUnsupportedError, match="context_parallel_size is 2"):
+        plugin.pre_model_load({"context_parallel_size": 2})
+
+
+def _trainer(
+    cad: bool, folder: str, kind: Any = None, rows: Any = None, stage: int | None = None, axolotl: bool = False,
+    **changes: Any,
+) -> Any:  # fmt: skip
+    """A Trainer on a new model, with CAD by its own key, by the JSON's or by that of axolotl's YAML."""
+    from transformers import Trainer
 
     model = training.sdpa_llama()
     if stage is not None:
-        changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
-    elif cad:
-        deepspeed_cad.apply(model, changes.pop("block", BLOCK))
-    return (kind or Trainer)(
-        model=model, args=training_arguments(folder, **{"max_steps": STEPS, **changes}), data_collator=collate,
-        train_dataset=PackedRows(24) if rows is None else rows, eval_dataset=PackedRows(8, seed=50),
+        changes["deepspeed"] = {**trainers.zero(stage), **({"cad": trainers.BLOCK} if cad else {})}
+    elif cad and not axolotl:
+        deepspeed_cad.apply(model, changes.pop("block", trainers.BLOCK))
+    arguments = trainers.training_arguments(folder, **{"max_steps": trainers.STEPS, **changes})
+    made = (kind or Trainer)(
+        model=model, args=arguments, data_collator=trainers.collate,
+        train_dataset=trainers.PackedRows(24) if rows is None else rows, eval_dataset=trainers.PackedRows(8, seed=50),
     )  # fmt: skip
+    if cad and axolotl:
+        yaml, plugin = {"cad": trainers.BLOCK, "sample_packing": True}, _axolotl()
+        plugin.pre_model_load(yaml)
+        plugin.post_trainer_create(yaml, made)
+        made.add_callback(*plugin.add_callbacks_post_trainer(yaml, made))
+    return made
 
 
 def _train(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
@@ -59,7 +80,7 @@ def _train(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
                 counted.append((None if items is None else int(items), int((inputs["labels"] != -100).sum())))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    trainer = _trainer(cad, folder, Counting, PackedRows(16), **changes)
+    trainer = _trainer(cad, folder, Counting, trainers.PackedRows(16), **changes)
     trainer.train()
     if changes.get("average_tokens_across_devices"):
         # The targets of all ranks, and of all micro-batches of a step.
@@ -75,6 +96,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "ZeRO-1, accumulation": {"stage": 1, **ACCUMULATION},
     "ZeRO-2, evaluation": {"stage": 2, **EVALUATION},
     "ZeRO-3": {"stage": 3},
+    "axolotl": {"axolotl": True},
 }
 DDP: dict[str, dict[str, Any]] = {
     "DDP, accumulation with a rest, several epochs": {**ACCUMULATION, "gradient_accumulation_steps": 3},
@@ -86,7 +108,7 @@ DDP: dict[str, dict[str, Any]] = {
 
 def _compare(rank: int, world: int, cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     import_deepspeed()
-    return {name: without_and_with(_train, folder, **case) for name, case in cases.items()}
+    return {name: trainers.without_and_with(_train, folder, **case) for name, case in cases.items()}
 
 
 @pytest.mark.slow
@@ -94,21 +116,18 @@ def _compare(rank: int, world: int, cases: dict[str, dict[str, Any]], folder: st
 def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dict[str, dict[str, Any]]) -> None:
     for found in fresh_workers.run(_compare, WORLD, cases, str(tmp_path), timeout=140.0):
         for name, (plain, cad) in found.items():
-            assert_same_and_balanced(name, plain, cad)
+            trainers.assert_same_and_balanced(name, plain, cad)
             assert any("eval_loss" in entry for entry in cad) == ("evaluation" in name)
+            assert ("cad/saved_s" in cad[-1]) == (name == "axolotl")
 
 
 def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     """The callback's figures; then what the Trainer's hook refuses, and batches that change on their way."""
     from deepspeed_cad.integrations.callback import CADCallback
-    from torch.utils.data import IterableDataset
     from transformers import Trainer
 
-    import deepspeed_cad
-    from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-
     def trainer(*args: Any, **changes: Any) -> Any:
-        start_anew()
+        trainers.start_anew()
         made = _trainer(True, folder, *args, **changes)
         made.add_callback(CADCallback())
         return made
@@ -119,13 +138,9 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
     statistics = deepspeed_cad.current_session().statistics
     assert statistics.mean * world == pytest.approx(float(statistics.load.sum()))
 
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from (PackedRows(16)[i] for i in range(16))
-
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        trainer(rows=Stream()).train()
-    trainer(rows=Stream(), accelerator_config={"dispatch_batches": False}).train()
+        trainer(rows=trainers.Stream()).train()
+    trainer(rows=trainers.Stream(), accelerator_config={"dispatch_batches": False}).train()
 
     class Shortens(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +148,9 @@ def _refusals(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     with pytest.raises(CADDataError, match='"look_ahead": 0'):
         trainer(Shortens).train()
-    shortened = trainer(Shortens, block={**BLOCK, "look_ahead": 0})
+    shortened = trainer(Shortens, block={**trainers.BLOCK, "look_ahead": 0})
     shortened.train()
-    assert len(losses_of(shortened.state.log_history)) == STEPS
+    assert len(trainers.losses_of(shortened.state.log_history)) == trainers.STEPS
     return final
 
 
@@ -158,7 +173,7 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
     )
 
     def run(out: str, cad: bool, resume: str | None = None) -> list[dict[str, Any]]:
-        start_anew()
+        trainers.start_anew()
         saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
         trainer = _trainer(cad, out, stage=3, **saving)
         trainer.train(resume_from_checkpoint=resume)
@@ -167,9 +182,9 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
     plain = run(f"{folder}/plain", cad=False)
     whole = run(folder, cad=True)
     again = run(folder, cad=True, resume=f"{folder}/checkpoint-3")
-    assert_same_and_balanced("in one go", plain, whole)
-    assert_same_and_balanced("resumed", plain, again)
-    assert losses_of(again) == pytest.approx(losses_of(whole), abs=1e-6)
+    trainers.assert_same_and_balanced("in one go", plain, whole)
+    trainers.assert_same_and_balanced("resumed", plain, again)
+    assert trainers.losses_of(again) == pytest.approx(trainers.losses_of(whole), abs=1e-6)
     assert '"cad"' not in open(f"{folder}/checkpoint-6/config.json").read()
 
 

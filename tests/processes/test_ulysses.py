@@ -10,7 +10,11 @@ import torch.distributed as dist
 import training
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
+from torch.distributed.device_mesh import init_device_mesh
 from trainers import BLOCK
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import deepspeed_cad
 
 WORLD, PIECES, STEPS = 4, 2, 3
 LENGTHS = [[300, 20], [40, 30, 9, 1, 80], [100, 100]]
@@ -44,13 +48,7 @@ def _loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
 
 def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward_only: str) -> dict[str, Any]:
     """A loop of its own on a mesh, fp64: what all ranks found together is that of the documents."""
-    import deepspeed
-    from torch.distributed.device_mesh import init_device_mesh
-
-    import deepspeed_cad
-
-    import_deepspeed()
-    deepspeed.init_distributed(dist_backend="gloo")
+    import_deepspeed().init_distributed(dist_backend="gloo")
     changes = {"attn_implementation": "sdpa", "num_key_value_heads": kv_heads}
     model, reference = training.tiny_llama(**changes), training.tiny_llama(**changes)
     steps = [
@@ -69,14 +67,11 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward
     for rows, found in zip(steps, alone):
         loss = _loss_sum(model, _piece(rows[rank // PIECES], rank))
         loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        expected = sum(one for one, _ in found)
+        total, expected = loss.detach().clone(), sum(one for one, _ in found)
+        for summed in (total, *(parameter.grad for parameter in model.parameters())):
+            dist.all_reduce(summed)
         assert abs(float(total) - expected) < 1e-9 * expected
-        for name, parameter in model.named_parameters():
-            dist.all_reduce(parameter.grad)
-            wanted = sum(gradients[name] for _, gradients in found)
-            assert (parameter.grad - wanted).abs().max() < 1e-10 * (1 + wanted.abs().max()), name
+        training.assert_gradients(model, {name: sum(one[name] for _, one in found) for name in found[0][1]})
         model.zero_grad()
     model.eval()
     with torch.no_grad():
@@ -87,8 +82,7 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward
             total = _loss_sum(model, _piece(last, rank)) * (1 if not together or rank < PIECES else 0)
     dist.all_reduce(total)
     assert abs(float(total) - evaluated) < 1e-9 * evaluated
-    session = deepspeed_cad.current_session()
-    return {"after": session.statistics.imbalance, "line": session.describe(), "sent": session.transport.bytes_sent}
+    return training.figures() | {"line": deepspeed_cad.current_session().describe()}
 
 
 @pytest.mark.parametrize(
@@ -103,30 +97,22 @@ def test_same_as_each_document_alone(
     assert all(sum(one["sent"] for one in results[piece::PIECES]) > 0 for piece in range(PIECES))
 
 
-def _rows(rank: int, single: bool) -> list[dict[str, torch.Tensor]]:
-    """What a rank's loader reads, before DeepSpeed's adapter deals out its pieces; `single`: one document each."""
-    found = []
-    for step in range(STEPS):
-        lengths = [300 if rank < PIECES else 60] if single else EQUAL[(rank + step) % 3]
-        found.append(training.pack(training.documents(lengths, seed=100 * step + rank)))
-    return found
-
-
 def _engine(rank: int, config: dict[str, Any], single: bool) -> list[float]:
-    """The loop of DeepSpeed's tutorial; gives the loss of each micro-batch, which a sequence group trains together."""
+    """The loop of DeepSpeed's tutorial; gives the loss of each micro-batch, which a sequence group trains together.
+    `single`: each row is one document."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
-    import deepspeed_cad
-
+    lengths = [[300 if rank < PIECES else 60] if single else EQUAL[(rank + step) % 3] for step in range(STEPS)]
+    rows = [training.pack(training.documents(one, seed=100 * step + rank)) for step, one in enumerate(lengths)]
     model = training.tiny_llama(torch.float32, attn_implementation="sdpa")
     parallel_state_sp._release_sequence_parallel_groups()
     mpu = _register(model)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
     group = mpu.get_sequence_parallel_group()
     loader: Any = UlyssesSPDataLoaderAdapter(
-        _rows(rank, single), sp_rank=dist.get_rank(group), sp_group=group, sp_world_size=PIECES, device=engine.device
+        rows, sp_rank=dist.get_rank(group), sp_group=group, sp_world_size=PIECES, device=engine.device
     )
     session = deepspeed_cad.current_session()
     if session is not None:
@@ -148,13 +134,7 @@ def _engine(rank: int, config: dict[str, Any], single: bool) -> list[float]:
 
 
 def _zero(rank: int, world: int, stage: int, accumulation: int) -> dict[str, Any]:
-    import deepspeed
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    import deepspeed_cad
-
-    import_deepspeed()
-    deepspeed.init_distributed(dist_backend="gloo")
+    import_deepspeed().init_distributed(dist_backend="gloo")
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     reference = training.tiny_llama(torch.float32)
     docs = training.documents(EQUAL[rank // PIECES * PIECES % 3], seed=rank // PIECES * PIECES)

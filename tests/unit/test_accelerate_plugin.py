@@ -70,14 +70,11 @@ def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
 
 
 def test_prepared_loaders_are_examined() -> None:
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        ours.refuse_loader(object.__new__(DataLoaderDispatcher))
-    original = ours._wrap_prepare_data_loader(lambda self, loader: loader)
     asked = Namespace(**{ours._PLUGIN: CADPlugin()})
     loader = object.__new__(DataLoaderDispatcher)
-    assert original(Namespace(), loader) is loader
+    assert ours._prepare_data_loader(lambda self, loader: loader, Namespace(), loader) is loader
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        original(asked, loader)
+        ours._prepare_data_loader(lambda self, loader: loader, asked, loader)
 
 
 @pytest.mark.parametrize(
@@ -94,18 +91,9 @@ def test_what_is_done_before_everything_is_wrapped(bound, kind, fsdp2: bool, blo
         distributed_type=kind, is_fsdp2=fsdp2, state=Namespace(deepspeed_plugin=Namespace(deepspeed_config=json)),
         **{ours._PLUGIN: CADPlugin(tolerance=0.2)},
     )  # fmt: skip
-    model, prepare = training.tiny_llama(), ours._wrap_prepare(lambda self, *args: (dict(json), len(bound)))
-    assert prepare(host, model, "an optimizer") == (block, models)
-    assert prepare(Namespace(), model) == (json, models)
-
-
-def test_an_accelerator_is_refused_when_it_is_made() -> None:
-    with pytest.raises(CADConfigError, match="more than one CADPlugin"):
-        Accelerator(cpu=True, kwargs_handlers=[CADPlugin(), CADPlugin()])
-    AcceleratorState._reset_state(True)
-    dispatches = DataLoaderConfiguration(dispatch_batches=True)
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=dispatches)
+    model, original = training.tiny_llama(), lambda self, *args: (dict(json), len(bound))
+    assert ours._prepare(original, host, model, "an optimizer") == (block, models)
+    assert ours._prepare(original, Namespace(), model) == (json, models)
 
 
 def test_every_accelerator_of_a_process_that_was_asked(bound) -> None:
@@ -122,13 +110,6 @@ def test_every_accelerator_of_a_process_that_was_asked(bound) -> None:
     assert not hasattr(Accelerator(cpu=True), ours._PLUGIN)
 
 
-def _host(**changes: Any) -> Namespace:
-    loading = Namespace(dispatch_batches=None)
-    return Namespace(
-        **{"parallelism_config": None, "distributed_type": DistributedType.NO, "dataloader_config": loading, **changes}
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -138,9 +119,21 @@ def _host(**changes: Any) -> Namespace:
     ],
 )
 def test_refusals(changes: dict[str, Any], said: str) -> None:
-    ours.refuse_accelerator(_host(parallelism_config=Namespace(cp_enabled=False, sp_enabled=True, tp_enabled=True)))
+    parallel = Namespace(cp_enabled=False, sp_enabled=True, tp_enabled=True)
+    fine = {"parallelism_config": parallel, "distributed_type": DistributedType.NO}
+    fine |= {"dataloader_config": Namespace(dispatch_batches=None)}
+    ours.refuse_accelerator(Namespace(**fine))
     with pytest.raises(CADUnsupportedError, match=said):
-        ours.refuse_accelerator(_host(**changes))
+        ours.refuse_accelerator(Namespace(**fine | changes))
+
+
+def test_handlers_and_loading_are_refused_when_an_accelerator_is_made() -> None:
+    with pytest.raises(CADConfigError, match="more than one CADPlugin"):
+        Accelerator(cpu=True, kwargs_handlers=[CADPlugin(), CADPlugin()])
+    AcceleratorState._reset_state(True)
+    dispatches = DataLoaderConfiguration(dispatch_batches=True)
+    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+        Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=dispatches)
 
 
 def test_the_block_is_handed_to_deepspeed() -> None:

@@ -49,13 +49,6 @@ def check(host) -> Iterator[active.ProcessCheck]:
 
 
 @pytest.fixture
-def plugin_check(host) -> Iterator[active.ActivationCheck]:
-    made = active.ActivationCheck("a plugin")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def step() -> Any:
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
@@ -66,15 +59,14 @@ def _forward(model: torch.nn.Module) -> None:
     model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
 
 
-def test_a_process_refuses_every_step_without_cad(check, step) -> None:
+def test_a_process_refuses_every_step_without_cad_and_a_plugin_the_first(host, check, step) -> None:
     assert check.problem() == ""
     for _ in range(2):
         with pytest.raises(CADError, match=r"\(a launcher\) but is not active"):
             step()
     assert "not active at the first optimizer step" in check.problem()
-
-
-def test_a_plugin_refuses_the_first_step_alone(plugin_check, step) -> None:
+    check.close()
+    active.ActivationCheck("a plugin")
     with pytest.raises(CADError, match=r"\(a plugin\) but is not active"):
         step()
     step()
@@ -98,7 +90,7 @@ def test_rows_that_are_not_packed_are_told_once_by_rank_0(
     host.open(before=before, rank=rank, micro_batches=16)
     step()
     step()
-    assert sum("nothing to balance" in record.message for record in caplog.records) == warnings
+    assert sum("has nothing to balance" in record.message for record in caplog.records) == warnings
 
 
 def test_one_process_is_told_that_there_is_nothing_to_balance(check, host, step, caplog) -> None:
@@ -117,18 +109,18 @@ def test_the_first_training_forward_of_each_model_binds(check, host) -> None:
         _forward(model)
     torch.nn.Linear(4, 4)(torch.ones(4))
     assert host.bound == []
+    compiled = torch.nn.Identity()
+    compiled._orig_mod = model  # before it is traced
+    compiled(torch.ones(1))
     for _ in range(2):
         _forward(model)
         _forward(critic)
     # The decoder inside each is a model of transformers too.
     assert host.bound == [(model, CADConfig(tolerance=0.2)), (critic, CADConfig(tolerance=0.2))]
     assert check.problem() == ""
-
-
-def test_nothing_is_bound_beside_models_that_the_script_bound(check, host) -> None:
-    host.open()
+    host.open()  # by the script, for a model of its own
     _forward(training.tiny_llama().train())
-    assert host.bound == []
+    assert len(host.bound) == 2
 
 
 def test_a_further_model_that_is_refused_keeps_its_attention(check, host, monkeypatch, caplog) -> None:
@@ -154,13 +146,6 @@ def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(host
         assert [one for one, _ in host.bound] == [model]
     finally:
         made.close()
-
-
-def test_a_compiled_model_is_bound_before_it_is_traced(check, host) -> None:
-    compiled = torch.nn.Identity()
-    compiled._orig_mod = model = training.tiny_llama().train()
-    compiled(torch.ones(1))
-    assert [one for one, _ in host.bound] == [model]
 
 
 def test_forwards_before_the_group_is_there_are_a_problem_unless_training_follows(check, host, monkeypatch) -> None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import training
 from hybrids import difference
-from model_cases import FAMILIES, NEW, tiny_model
+from model_cases import NEW, family, tiny_model
 from told import FORMS, PADDED, alone, told
-from torch.distributed.utils import _apply_to_tensors
-from torch.utils._pytree import tree_map
-from transformers import MistralConfig, MistralForCausalLM, set_seed
 
 import deepspeed_cad
-from deepspeed_cad.attention.microbatch import MaskDescriptor
-from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.session import close_session
 
@@ -54,8 +47,7 @@ def test_evaluation(form: str) -> None:
 @pytest.mark.parametrize("form", ["numbers, padded", "additive, padded"])
 def test_layers_that_carry_state(form: str) -> None:
     """They multiply what is hidden by the mask, so they get one of 0 and 1."""
-    family = next(one for one in FAMILIES if one.kind == "lfm2")
-    model = tiny_model("lfm2", torch.float64, **family.changes).train()
+    model = family("lfm2")
     docs = training.documents(LENGTHS, seed=1)
     expected = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
     deepspeed_cad.apply(model, {"overlap": "local_first"})
@@ -66,26 +58,18 @@ def test_layers_that_carry_state(form: str) -> None:
         assert difference(found[: sum(LENGTHS)], expected) < 1e-5
 
 
-def _with_window(window: int) -> Any:
-    set_seed(0)
-    config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=window,
-    )  # fmt: skip
-    return MistralForCausalLM(config).to(torch.float64).train()
-
-
 def test_windows_that_a_ready_made_mask_takes_the_place_of() -> None:
     """transformers hands such a mask to layers as it is, so they attend without their window."""
     batch = told(training.documents(LENGTHS, seed=1), "bool")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        without = [_with_window(window)(**inputs, use_cache=False).logits for window in (30, 29)]
+        models = [tiny_model("mistral", sliding_window=window) for window in (30, 29)]
+        without = [model(**inputs, use_cache=False).logits for model in models]
         assert torch.equal(*without), "the window counts for nothing"
-        found = deepspeed_cad.apply(_with_window(30), {})(**inputs).logits
+        found = deepspeed_cad.apply(models[0], {})(**inputs).logits
     assert (found - without[0]).abs().max() < 1e-9
     close_session()
-    model = deepspeed_cad.apply(_with_window(29), {})
+    model = deepspeed_cad.apply(models[1], {}).train()
     with pytest.raises(CADUnsupportedError, match="document of 30 tokens whole.*a window of 29 tokens"):
         model(**inputs)
 
@@ -97,10 +81,3 @@ def test_labels_that_a_ready_made_mask_hides() -> None:
     batch["labels"][0, -1] = 3
     with pytest.raises(CADDataError, match=f"{PADDED} tokens from row 44 on are hidden by attention_mask.*-100"):
         model(**batch)
-
-
-def test_wrappers_pass_the_descriptor_on_as_it_is() -> None:
-    """FSDP's mixed precision and DDP rebuild containers of tensors among arguments; a descriptor is none."""
-    descriptor = MaskDescriptor(None, 7, None, Modes())
-    assert _apply_to_tensors(lambda x: x, {"attention_mask": descriptor})["attention_mask"] is descriptor
-    assert tree_map(lambda x: x, [descriptor])[0] is descriptor

@@ -34,9 +34,8 @@ def given_by_transformers(positions: list[list[int]], mask: torch.Tensor | None,
     make = masking_utils.create_causal_mask if window is None else masking_utils.create_sliding_window_causal_mask
     hidden = torch.zeros(*ids.shape, 4)
     arguments = {
-        "config": config, "inputs_embeds": hidden, "input_embeds": hidden, "attention_mask": mask,
+        "config": config, "inputs_embeds": hidden, "input_embeds": hidden, "attention_mask": mask, "position_ids": ids,
         "cache_position": torch.arange(ids.shape[1]), "past_key_values": None, "cache": None,
-        "position_ids": ids,
     }  # fmt: skip
     known = inspect.signature(make).parameters
     make(**{name: value for name, value in arguments.items() if name in known})
@@ -130,15 +129,12 @@ def test_wrong_masks_are_found(name: str) -> None:
         check_mask(layout.local(0), window, simple(507, function), 0)
 
 
-def test_another_number_of_tokens() -> None:
+def test_another_number_of_tokens_and_only_now_and_then() -> None:
+    local = Layout.from_rank_lengths([[20]]).local(0)
     with pytest.raises(CADUnsupportedError, match="prompt or prefix"):
-        check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(24, causal), 0)
-
-
-def test_only_now_and_then() -> None:
-    """Powers of two minus one."""
+        check_mask(local, None, simple(24, causal), 0)
     assert [n for n in range(40) if is_due(n)] == [0, 1, 3, 7, 15, 31]
-    check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, lambda b, h, q, k: q >= 0), 2)
+    check_mask(local, None, simple(20, lambda b, h, q, k: q >= 0), 2)
 
 
 def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.borders import NAME, Borders, find_borders
+from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_borders, find_way
 from deepspeed_cad.integrations.recurrent import Ways, _Call, _run
-from deepspeed_cad.integrations.state_check import Way, find_way
 from hybrids import Kernels, alone, assert_same, difference, packed, run
-from model_cases import FAMILIES, FP32, NEW, known_kind, tiny_config, tiny_model
+from model_cases import DELTA, FP32, MAMBA, NEW, family, known_kind, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -27,11 +27,9 @@ ROW = [[70, 3, 39, 1]]
 def _tiny(kind: str) -> Any:
     if not known_kind(kind):
         pytest.skip(f"this version of transformers has no {kind}")
-    family = next(one for one in FAMILIES if one.kind == kind)
-    model = tiny_model(kind, torch.float64, **family.changes).train()
     if not NEW and kind != "lfm2":
         pytest.skip(f"this version of transformers runs {kind} outside of its interfaces")
-    return model
+    return family(kind)
 
 
 def _apply(model: Any, **changes: Any) -> Any:
@@ -43,9 +41,6 @@ def _ways() -> dict[str, Way]:
     assert session is not None
     (binding,) = session.bindings.values()
     return {kind[0].__name__: way for kind, way in binding.ways.found.items()}
-
-
-# Where pieces begin
 
 
 @pytest.mark.parametrize(
@@ -69,9 +64,6 @@ def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None
     found = find_borders(local, *array.shape)
     assert found.tolist() == begin
     assert Borders(found, *array.shape).are_batch_rows == (len(begin) == len(array) + 1)
-
-
-# Which way
 
 
 PATHS = {
@@ -114,53 +106,39 @@ def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: py
 
 
 @pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
+@pytest.mark.parametrize("leaks", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(("kind", "kernels", "way"), [CASES[1], CASES[2], CASES[3], CASES[4], CASES[7]])
+@pytest.mark.parametrize(
+    ("kind", "changes", "kernel"),
+    [("qwen3_5_text", DELTA, "delta_rule"), ("bamba", {"attn_layer_indices": [1], **MAMBA}, "scan")],
+)
 def test_probe_sees_in_bf16(
-    kind: str, kernels: list[str], way: Way, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, changes: Any, kernel: str, autocast: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With weights as they are at the start of a pre-training, and all that bf16 rounds away."""
+    """With weights as they are at the start of a pre-training, and all that bf16 rounds away: right kernels, and right
+    convolutions beside a recurrence that ignores borders, whose state is small."""
     torch.manual_seed(0)
-    family = next(one for one in FAMILIES if one.kind == kind)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **family.changes)).train()
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).train()
     model = model if autocast else model.to(torch.bfloat16)
-    fake = Kernels(monkeypatch, PATHS[kind])
-    for name in kernels:
-        getattr(fake, name)()
-    _apply(model)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        model(**packed(ROW)).logits.float().sum().backward()
-    assert set(_ways().values()) == {way}
-
-
-@pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
-def test_probe_sees_a_small_leak(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right convolutions and a recurrence that ignores borders, whose state is small at the start, rounded to bf16."""
-    torch.manual_seed(0)
-    family = next(one for one in FAMILIES if one.kind == kind)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **family.changes)).train().to(torch.bfloat16)
     fake = Kernels(monkeypatch, PATHS[kind]).convolution()
     obeys = fake._sequence
 
     def ignores(name: str, given: Any, batch: int, tokens: int) -> list[int]:
         return obeys(name, given, batch, tokens) if name.startswith("causal") else [tokens]
 
-    monkeypatch.setattr(fake, "_sequence", ignores)
-    monkeypatch.setattr(fake, "_cumulative", ignores)
-    (fake.delta_rule if kind == "qwen3_5_text" else fake.scan)()
+    for name in ("_sequence", "_cumulative") if leaks else ():
+        monkeypatch.setattr(fake, name, ignores)
+    getattr(fake, kernel)()
     _apply(model)
-    model(**packed(ROW))
-    assert set(_ways().values()) == {Way.DOCUMENTS}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**packed(ROW)).logits.float().sum().backward()
+    assert set(_ways().values()) == {Way.DOCUMENTS if leaks else Way.BORDERS}
 
 
 def test_stock_leaks() -> None:
     """What the tests above would miss if they looked at nothing: without CAD documents see each other."""
     model, batch = _tiny("qwen3_5_text"), packed(ROW)
     assert difference(run(model, batch, ROW)[0], alone(model, batch, ROW)[0]) > 0.1
-
-
-# Batches, checkpointing, evaluation
 
 
 @pytest.mark.parametrize(
@@ -224,10 +202,8 @@ def test_checkpointing(checkpoint: str, kernels: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_evaluation(rank: int) -> None:
-    """Packed rows are right there too, although a cache is on by default; generation is left alone.
-
-    A layout of evaluation has one rank, whatever rank of the session evaluates.
-    """
+    """Packed rows are right there too, although a cache is on by default; generation is left alone. A layout of
+    evaluation has one rank, whatever rank of the session evaluates."""
     model, batch = _tiny("lfm2").eval(), packed(ROW)
     with torch.no_grad():
         expected = alone(model, batch, ROW)[0]
@@ -241,29 +217,23 @@ def test_evaluation(rank: int) -> None:
         assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
 
 
-def test_verify_runs_documents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its run without CAD has every layer document by document, so it sees kernels that leak after the probe."""
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({}, "Qwen3_5GatedDeltaNet of layer 0 lets state cross"),
+        ({"verify": 2, "check": "off"}, "the output of the decoder differs"),
+    ],
+)
+def test_leak_that_comes_later_is_found(block: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampled check asks again in forward 1, 3, 7 and so on; a run that is verified has every layer document by
+    document."""
     model = _tiny("qwen3_5_text").to(torch.float32)
     fake = Kernels(monkeypatch, PATHS["qwen3_5_text"]).delta_rule().convolution()
-    _apply(model, verify=2, check="off")
+    _apply(model, **block)
     model(**packed(ROW))
     assert set(_ways().values()) == {Way.BORDERS}
     monkeypatch.setattr(fake, "_cumulative", lambda name, given, batch, tokens: [tokens])
-    with pytest.raises(CADError, match="the output of the decoder differs"):
-        model(**packed(ROW))
-
-
-# What is refused
-
-
-def test_leak_that_comes_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampled check asks again in forward 1, 3, 7 and so on."""
-    model = _tiny("qwen3_5_text")
-    fake = Kernels(monkeypatch, PATHS["qwen3_5_text"]).delta_rule().convolution()
-    _apply(model)
-    model(**packed(ROW))
-    monkeypatch.setattr(fake, "_cumulative", lambda name, given, batch, tokens: [tokens])
-    with pytest.raises(CADUnsupportedError, match="Qwen3_5GatedDeltaNet of layer 0 lets state cross"):
+    with pytest.raises(CADError, match=says):
         model(**packed(ROW))
 
 
@@ -317,32 +287,14 @@ def test_projections_sharded_apart_are_refused() -> None:
 
 
 class Toy(nn.Module):
-    """A running sum behind a convolution, with or without borders."""
+    """A running sum behind a convolution."""
 
-    def __init__(self, obeys: bool = False, remembers: bool = False, bias: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.proj = nn.Linear(8, 8, bias=bias, dtype=torch.float64)
         self.conv = nn.Conv1d(8, 8, 4, groups=8, padding=3, dtype=torch.float64)
-        self.obeys, self.remembers, self.last = obeys, remembers, torch.zeros(8, dtype=torch.float64)
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Any = None, cu_seq_lens_q: Any = None, **more: Any
-    ) -> Any:
-        x = self.conv(self.proj(hidden_states).transpose(1, 2))[..., : hidden_states.shape[1]].transpose(1, 2)
-        cuts = cu_seq_lens_q.diff().tolist() if self.obeys and cu_seq_lens_q is not None else [x.shape[1]]
-        y = torch.cat([part.cumsum(1) for part in x.split(cuts, dim=1)], dim=1)
-        if self.remembers:
-            y, self.last = y + self.last, y[0, -1].detach()
-        return y
-
-
-def _find(toy: Toy) -> tuple[Way | None, bool]:
-    import inspect
-
-    call = _Call(toy, toy.forward, inspect.signature(toy.forward).parameters)
-    found = find_way(call.run, call.whole, torch.randn(1, 5, 8).double(), [way for way in Way if call.can(way)])
-    return found[0], found[2]
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **more: Any) -> Any:
+        return self.conv(hidden_states.transpose(1, 2))[..., : hidden_states.shape[1]].transpose(1, 2).cumsum(1)
 
 
 def test_arguments_with_tokens_are_refused() -> None:
@@ -358,11 +310,10 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-# The probe
-
-
 def test_blind_probe_trusts_nothing() -> None:
     """A layer whose output is still zero shows no leak: documents run alone until it does."""
-    toy = Toy(obeys=True)
+    toy = Toy()
     nn.init.zeros_(toy.conv.weight)
-    assert _find(toy) == (Way.DOCUMENTS, False)
+    call = _Call(toy, toy.forward, inspect.signature(toy.forward).parameters)
+    way, _, certain = find_way(call.run, call.whole, torch.randn(1, 5, 8).double(), list(Way))
+    assert (way, certain) == (Way.DOCUMENTS, False)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from deepspeed_cad.integrations.models import (
-    describe,
-    refuse_checkpointing,
-    refuse_model,
-    refuse_spanning,
-)
-from model_cases import NEW, known_kind, meta_model, tiny_config, tiny_model
-from pool import WorkerPool
+from deepspeed_cad.integrations.models import describe, refuse_model, refuse_spanning
+from model_cases import known_kind, meta_model, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+import deepspeed_cad
 from deepspeed_cad.errors import CADUnsupportedError
 
 REFUSALS: list[tuple[str, str, dict[str, Any], str]] = [
@@ -55,21 +51,6 @@ def test_refusal(kind: str, changes: dict[str, Any], reason: str) -> None:
     assert type(model).__name__ in str(caught.value) and f"({kind})" in str(caught.value)
 
 
-def test_dropout_that_only_the_modules_remember_is_refused() -> None:
-    """The config was changed after loading, which changes nothing in the layers."""
-    model = meta_model("llama", attention_dropout=0.1)
-    model.config.attention_dropout = 0.0
-    with pytest.raises(CADUnsupportedError, match=r"layers\.0\.self_attn\.attention_dropout is 0\.1"):
-        refuse_model(model)
-
-
-def test_several_modalities_are_refused() -> None:
-    model = meta_model("llama")
-    model.config.vision_config = {"hidden_size": 4}
-    with pytest.raises(CADUnsupportedError, match="vision_config: models of several modalities.*text decoder alone"):
-        refuse_model(model)
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
 def test_models_whose_image_tokens_see_each_other_are_refused(kind: str) -> None:
     text = tiny_config("gemma3_text" if kind == "gemma3" else "gemma").to_dict()
@@ -81,41 +62,47 @@ def test_models_whose_image_tokens_see_each_other_are_refused(kind: str) -> None
         refuse_model(model)
 
 
-@pytest.mark.skipif(not NEW, reason="this version of transformers makes no such config without RoPE scaling")
-def test_text_decoder_with_cross_attention_is_refused() -> None:
-    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
-
-    config = MllamaTextConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, cross_attention_layers=[1], pad_token_id=0,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = MllamaForCausalLM(config)
-    with pytest.raises(CADUnsupportedError, match=r"layers\.1.* is cross-attention"):
-        refuse_model(model)
+class Attention(nn.Module):
+    """Of somebody's own."""
 
 
-def test_encoder_decoder_is_refused() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4))
-    with pytest.raises(CADUnsupportedError, match="is_encoder_decoder is True"):
-        refuse_model(model)
+class CrossAttention(Attention):
+    """It has the name."""
 
 
-def test_shared_attention_module_is_refused() -> None:
-    model = meta_model("llama")
-    model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    with pytest.raises(CADUnsupportedError, match=r"layers\.1\.self_attn is the same module as model\.layers\.0"):
+def _change(part: Any, **changes: Any) -> None:
+    for name, value in changes.items():
+        setattr(part, name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda model: _change(model.config, attention_dropout=0.0),
+            r"layers\.0\.self_attn\.attention_dropout is 0\.1",
+        ),
+        (
+            lambda model: _change(model.config, vision_config={"a": 4}),
+            "vision_config: models of several modalities.*text",
+        ),
+        (lambda model: _change(model.config, is_encoder_decoder=True), "is_encoder_decoder is True"),
+        (
+            lambda model: _change(model.model.layers[1], self_attn=model.model.layers[0].self_attn),
+            r"layers\.1\.self_attn is the same module as model\.layers\.0",
+        ),
+        (lambda model: _change(model.model.layers[1], self_attn=CrossAttention()), r"layers\.1.* is cross-attention"),
+    ],
+)
+def test_what_was_changed_is_refused(change: Any, said: str) -> None:
+    """Also what only modules remember: the config was changed after loading."""
+    model = meta_model("llama", attention_dropout=0.1 if "dropout" in said else 0.0)
+    change(model)
+    with pytest.raises(CADUnsupportedError, match=said):
         refuse_model(model)
 
 
 def test_code_that_bypasses_the_interface_is_refused() -> None:
-
-    class Attention(nn.Module):
-        pass
-
     class Custom(PreTrainedModel):
         _supports_attention_backend = True
 
@@ -127,47 +114,16 @@ def test_code_that_bypasses_the_interface_is_refused() -> None:
         refuse_model(Custom(tiny_config("llama")))
 
 
-def test_reentrant_checkpointing_of_a_mixture_is_refused() -> None:
-    """The router's auxiliary loss would lose its gradient; dense models and non-reentrant checkpointing are fine."""
-    for kind, reentrant, refused in [
-        ("mixtral", True, True), ("mixtral", False, False), ("llama", True, False), ("deepseek_v3", True, True),
-    ]:  # fmt: skip
-        model = meta_model(kind)
-        refuse_checkpointing(model.model)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if refused:
-            with pytest.raises(CADUnsupportedError, match="use_reentrant"):
-                refuse_checkpointing(model.model)
-        else:
-            refuse_checkpointing(model.model)
-
-
-def _reentrant_mixture(rank: int, world: int) -> None:
-    import deepspeed_cad
-
-    model = tiny_model("mixtral", torch.float32).train()
-    deepspeed_cad.apply(model, {"overlap": "none"})
-    model.gradient_checkpointing_enable({"use_reentrant": True})  # after CAD was turned on, as the Trainer does
-    model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
-
-
-def _span_with_batch_dependent_rope(rank: int, world: int) -> None:
-    import deepspeed_cad
-
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = tiny_model("llama", torch.float32, **{"rope_parameters" if NEW else "rope_scaling": rope}).train()
-    deepspeed_cad.apply(model, {"overlap": "none"})
-    positions = torch.arange(8).unsqueeze(0) + 8 * rank
-    model(input_ids=torch.ones(1, 8, dtype=torch.long), position_ids=positions, use_cache=False)
-
-
 @pytest.mark.parametrize(
-    "run, reason", [(_reentrant_mixture, "use_reentrant"), (_span_with_batch_dependent_rope, "rope")]
+    ("kind", "reentrant", "refused"),
+    [("mixtral", True, True), ("mixtral", False, False), ("llama", True, False), ("deepseek_v3", True, True)],
 )
-def test_refusals_that_only_a_forward_can_see(workers: WorkerPool, run: Any, reason: str) -> None:
-    """Every rank raises, none waits for another."""
-    errors, _ = workers.try_run(run, 2)
-    assert all(error is not None and error[0] == "CADUnsupportedError" and reason in error[1] for error in errors)
+def test_reentrant_checkpointing_of_a_mixture_is_refused(kind: str, reentrant: bool, refused: bool) -> None:
+    """The router's auxiliary loss would lose its gradient; dense models and non-reentrant checkpointing are fine."""
+    model = deepspeed_cad.apply(tiny_model(kind, torch.float32).train(), {"overlap": "none"})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # after CAD was turned on, as the Trainer does
+    with pytest.raises(CADUnsupportedError, match="use_reentrant") if refused else nullcontext():
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
 
 
 def test_positions_scaled_by_the_batch_must_not_span_ranks() -> None:

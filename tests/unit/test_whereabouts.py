@@ -61,9 +61,6 @@ def stand(rank: Rank, seen: Sight, seconds: int = 12) -> None:
         rank.look(second, seen)
 
 
-# What a rank tells
-
-
 def test_a_rank_that_trains_nothing_tells_where_it_is_until_it_trains_again(ranks: list[Rank]) -> None:
     ranks[0].trained = 3
     stand(ranks[0], BARRIER, 9)
@@ -76,9 +73,6 @@ def test_a_rank_that_trains_nothing_tells_where_it_is_until_it_trains_again(rank
     ranks[0].trained = 4
     ranks[0].look(14, BROADCAST)
     assert ranks[1].liveness.places([0]) == {}
-
-
-# Whom it names
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -118,15 +112,6 @@ def test_ranks_that_may_only_be_slow_are_not_named(
     assert said(caplog) == []
 
 
-def test_the_first_of_those_who_wait_names_a_rank_in_an_earlier_forward(ranks: list[Rank], caplog: Any) -> None:
-    ranks[0].trained, ranks[1].trained, ranks[2].trained = 5, 4, 5
-    stand(ranks[1], sight("in forward, called at evaluate.py:8", collective=False))
-    stand(ranks[0], BROADCAST)
-    stand(ranks[2], BROADCAST, 30)
-    (line,) = said(caplog)
-    assert line.startswith("rank 0") and "rank 1 is in forward, called at evaluate.py:8, after 4 micro-batches" in line
-
-
 def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
     """This rank's look-ahead thread has heard of the end; its forward, which would raise it, is not reached."""
     ranks[1].over = "rank 1 trains micro-batch 3 of epoch 1, but the loader of rank 0 ended after 3"
@@ -138,18 +123,9 @@ def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog
     ]
 
 
-# Ranks that have left
-
-
 @pytest.mark.parametrize(
     ("failed", "exchange", "collective", "hopeless"),
-    [
-        (False, 4, 0, False),
-        (False, 5, 0, True),
-        (False, 0, 9, False),
-        (False, 0, 10, True),
-        (True, 4, 0, True),
-    ],
+    [(False, 4, 0, False), (False, 5, 0, True), (False, 0, 9, False), (False, 0, 10, True), (True, 4, 0, True)],
 )
 def test_what_a_rank_had_begun_is_waited_for(
     ranks: list[Rank], failed: bool, exchange: int, collective: int, hopeless: bool
@@ -182,9 +158,6 @@ def test_who_did_not_come_is_told_from_who_died(ranks: list[Rank]) -> None:
         "rank 0 waited for the lengths: rank 2 died or hangs; rank 1 did not come: it was last seen in barrier, called "
         "at train.py:57, after 3 micro-batches. First error here: timed out"
     )
-
-
-# The stack
 
 
 def _call_in(module: str, wait: Any) -> Any:
