@@ -4,8 +4,6 @@ In: the configuration, and torch.distributed as the script set it up. Out: `Grou
 collective.
 """
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta

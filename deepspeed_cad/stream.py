@@ -4,8 +4,6 @@ In: a batch that all ranks hold, or lengths of documents. Out: a rank's part of 
 whatever the batch holds; neither torch nor torch.distributed is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ A request for a whole process also ends as a problem that the process must not l
 `deepspeed_cad.launch.armed`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ It looks at some hundred (query, key) pairs of this rank, and only now and then,
 waits for it. A difference is a CADUnsupportedError that says what the model's mask says and what CAD computes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field

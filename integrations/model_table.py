@@ -1,7 +1,5 @@
 """The models that were tried: tested ones, and ones that no structural check of models.py can recognise."""
 
-from __future__ import annotations
-
 from typing import Final
 
 SUPPORTED: Final[frozenset[str]] = frozenset(

@@ -5,8 +5,6 @@ it and what to do instead. The checks look at what the model is made of (its con
 imports), so that they also hold for models that nobody here has seen; `model_table.py` lists those that were tried.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -6,8 +6,6 @@ weights only. What a model does outside of these layers would be lost, so a tiny
 pipeline before anything is loaded.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

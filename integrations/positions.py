@@ -2,8 +2,6 @@
 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

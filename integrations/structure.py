@@ -4,8 +4,6 @@ In: a module. Out: parts of it, found by structure and by the conventions of tra
 subclass of its own class, whose code, parameters and names stay while a mixin runs around them.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

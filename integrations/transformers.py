@@ -5,8 +5,6 @@ their plan to the layers as a `MaskDescriptor`, and the attention function runs 
 run the model's own attention, or attention on this rank alone.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -12,8 +12,6 @@ the others. Where nano-batches alternate, only 1 is done. `B` batch rows, `S` to
 read `U` keys; heads and sizes as in attention/serve.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts, random plans and the reference attention that several tests share."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

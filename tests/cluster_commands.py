@@ -4,8 +4,6 @@ They read as much of a command line as scripts in examples/nodes and DeepSpeed's
 `python cluster_commands.py NAME WORDS` this file is the command NAME; `put_into` makes that of a folder on the PATH.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Shared fixtures."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

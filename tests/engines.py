@@ -1,7 +1,5 @@
 """DeepSpeed engines for tests: how they start on a CPU, a JSON, and a loop over micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any

@@ -4,8 +4,6 @@ What takes a Python six seconds of a core is there at once, and the process beha
 line, environment, output, exit code, what runs at exit. Tests of launchers, and of what an import does, start a Python.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy

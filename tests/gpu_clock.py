@@ -1,7 +1,5 @@
 """How long GPUs take for what was queued: streams run in their order, kernels of one GPU one at a time."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Processes of trainers and reserved servers as a launcher starts them, for tests of how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

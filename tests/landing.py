@@ -4,8 +4,6 @@ What was dispatched is there from the start of its exchange until its return sta
 waited for; between nano-batches and waves nothing is shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """tests/processes/script_train.py under real launchers, on CPUs: commands, and what a run gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

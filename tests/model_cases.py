@@ -1,7 +1,5 @@
 """Tiny random models of every family that test_models.py tries, and what their configs must say to be tiny."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -3,8 +3,6 @@
 In: the text of a Python file. Out: `Mutant`s. Pure: the same text gives the same mutants in the same order.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import itertools

@@ -8,8 +8,6 @@ on the copy until a test fails. The checkout itself is never changed. Writes rep
 Equivalent mutants, listed in tests/README.md with the reason, do not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ the rest, and find each other by name where they are given names. All of it is g
 happens inside. Skips the test, with the reason, where that is not permitted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Padded batches, and what a model makes of them with its own attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

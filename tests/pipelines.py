@@ -1,7 +1,5 @@
 """A tiny pipeline that a user might write by hand, its data, and the same model in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 question of any kind. `python tests/plan_checks.py` prints the fingerprints that unit/plans.json holds.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

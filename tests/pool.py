@@ -1,7 +1,5 @@
 """A pool of worker processes that tests share: each case runs in a fresh process group on the first `world` workers."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import multiprocessing as mp

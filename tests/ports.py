@@ -1,7 +1,5 @@
 """Ports for processes that meet on this machine."""
 
-from __future__ import annotations
-
 import random
 import socket
 

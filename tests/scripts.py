@@ -1,7 +1,5 @@
 """Scripts of the repository that are no part of a package, imported for tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Trainers and reserved servers in the workers of the pool: each takes its role as a launcher would have it do."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple

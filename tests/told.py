@@ -1,7 +1,5 @@
 """Micro-batches whose documents are told without position ids, and the same documents run alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Data, arguments and reference losses for tests that train through the Hugging Face Trainer or Accelerate."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny models and packed micro-batches for tests that train: the reference runs every document alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 In: groups, transport and speeds as they were opened. Out: `Crew`, which a micro-batch keeps as it was planned with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

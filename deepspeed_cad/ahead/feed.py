@@ -4,8 +4,6 @@ In: what a loader is about to hand out (`announce`), where it ends (`end`) and w
 planned micro-batches, or an error on every rank where ranks differ.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

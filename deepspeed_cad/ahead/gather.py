@@ -6,8 +6,6 @@ loops went apart (a loader that ended, a break, an exception that a script caugh
 rank is, and never in plans of different micro-batches. Version, configuration and model travel in the header too.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

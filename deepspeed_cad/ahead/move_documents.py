@@ -8,8 +8,6 @@ behind them.
 Shapes: `N` batch rows, `T` tokens of each, `B` bytes of one token's fields together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

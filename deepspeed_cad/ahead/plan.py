@@ -5,8 +5,6 @@ thread; plans of layers that are met first at their forward are made there. Ever
 same, and they compare fingerprints.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

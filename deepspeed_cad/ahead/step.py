@@ -5,8 +5,6 @@ heavy ones on the other ranks, or with documents dealt out to all ranks, announc
 on the look-ahead thread; the training thread submits a step and takes it when it is due.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ in a collective for so long logs one line that says where those ranks are that a
 only be slow. In: the stack of the training thread, what this rank has begun, the board. Out: lines there, and the log.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

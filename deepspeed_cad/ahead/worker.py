@@ -1,7 +1,5 @@
 """The look-ahead thread: jobs one after the other, in the order in which the training thread asked for them."""
 
-from __future__ import annotations
-
 import atexit
 import queue
 import threading

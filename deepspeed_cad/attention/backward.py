@@ -5,8 +5,6 @@
 States and shapes as in forward.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

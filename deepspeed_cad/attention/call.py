@@ -14,8 +14,6 @@ Q, K and V, because the layer behind attention saves O all the same. What was se
 (docs/architecture.md, "What is kept may wait in host memory").
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ In: a rank's schedule, or those of its waves. Out: a `DeviceSchedule`, made once
 by all its layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 

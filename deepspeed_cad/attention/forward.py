@@ -6,8 +6,6 @@ A state is held by the call until the next one is there, and what it names stays
 home, `U` key rows at home; other shapes as in serve.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -6,8 +6,6 @@ In: Q, K and V of a layer. Out: rows as CAD's attention takes them. Whatever run
 `T` tokens; `H` and `K` query and key heads, `D` and `V` their sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

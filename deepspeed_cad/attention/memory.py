@@ -6,8 +6,6 @@ Reserved servers make no plans and know no limit: they are told how each plan is
 to (`tell`), at the same exchange as trainers do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ return after return; behind a return starts the next dispatch, once the return b
 the waves that schedule/waves.py names have memory at once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

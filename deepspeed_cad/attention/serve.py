@@ -6,8 +6,6 @@ heads per group, `D` and `V` sizes of a query/key and a value head. Home tensors
 group-major: [R, G, D], [S, 1, D].
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """What one core-attention call is made of, and its two ways to other ranks. Nothing here changes while it runs."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager

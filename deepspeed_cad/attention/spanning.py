@@ -11,8 +11,6 @@ memory for, it comes in waves, a part of each rank's heads after the other. `n` 
 ordered by document and position; `G` head groups; `L` tokens of a document; `S` rows that a rank runs; `w` any width.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ backward whose forward ran with other servers attends again first.
 In: the setup of the call, made again after each change. Out: what AttentionCall gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol

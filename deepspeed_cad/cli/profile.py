@@ -3,8 +3,6 @@
 In: the heads of a model. Out: a JSON file that `"cost": "auto"` finds, and a table of measured and predicted seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -6,8 +6,6 @@ message is a run of rows that lie one behind the other at the server. Both ends 
 slices between them in the same order; so nothing is unpacked on arrival, and nothing packed on the way back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

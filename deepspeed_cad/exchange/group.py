@@ -5,8 +5,6 @@ of a store alone, as tried on torch 2.11 and 2.13 (`OwnGroup`); what is private 
 nowhere else. To find peers (`PeerGroup`) starts no collective and no communicator.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ training stream waits for that before it places what came back. Where ways are a
   (checked), so the area is free at a peer whose flag has reached that dispatch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ In: the transport that will carry the data, and the host of every rank. Out: `Li
 send and receive at once, as they do in training, so what they share is shared here too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

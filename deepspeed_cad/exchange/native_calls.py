@@ -4,8 +4,6 @@ In: addresses, streams and int64 tables. Out: work queued on a CUDA stream, or N
 message, also where the driver or NCCL is missing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from functools import partial

@@ -5,8 +5,6 @@ Ahead of the messages of an exchange, and in a call of their own, travel its num
 in different exchanges, sizes differ and NCCL may hang in the messages, but the numbers are there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the packed rows, and with them the numbers of exchanges (failure/identity.py): h
 the transport `c10d`; in nccl.py messages. Buffers of every exchange come from torch's allocator.
 """
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Callable

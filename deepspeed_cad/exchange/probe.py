@@ -4,8 +4,6 @@ Out: a Transport, the same kind on every rank; for `doctor`, what each needs tha
 "auto" is warned about once, with its reason; a transport asked for by name that cannot work is refused.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import zlib

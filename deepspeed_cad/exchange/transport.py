@@ -8,8 +8,6 @@ On the way back `served` is that group-major buffer; it lands at home in table o
 Exchanges are paired by order; each sends its identity along (failure/identity.py).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

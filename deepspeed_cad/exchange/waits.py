@@ -5,8 +5,6 @@ Of transfers: seconds and bytes, by which links are corrected. One that reaches 
 the bytes that cross: what stays inside is over before.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -4,8 +4,6 @@ All of it is measured while training and travels with document lengths: each kin
 them and knows none of them by name.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from deepspeed_cad.layout import Ints

@@ -4,8 +4,6 @@ In: how long transfers took on every rank. Out: `Speeds`, what plans of the next
 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ cut for. After the first backward all that is no more than what training leaves 
 counts: waves after the first two would hold up the linear layers that hide what servers do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ waiting; the clock on a CPU. In: these moments, from attention calls. Out: secon
 all of them. A model has numbers of its own. Stretches in which a GPU waits for its host are left out.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -4,8 +4,6 @@ Libraries have LSE as [H, Q], of which a transposed view goes in and out; else s
 libraries take the same arguments but for a few, and each call is given those that its version has.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -4,8 +4,6 @@ Shapes: `Q` query rows and `K` key rows of all sequences, `H` query heads, `G` K
 head, `V` size of a value head. Tensors may be strided views as long as the last dimension is contiguous.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Rank 0 names each choice in the log, with the reasons why faster ones were passed over.
 """
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

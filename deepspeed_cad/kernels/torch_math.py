@@ -9,8 +9,6 @@ another order where sizes differ, so all are done in tiles that begin at multipl
 in which a row takes part have the same sizes, and the row the same place in them, whichever other rows are there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

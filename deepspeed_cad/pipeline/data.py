@@ -5,8 +5,6 @@ pulled at once, so that their documents are known before the first forward. In: 
 of transformers' collators. Out: pairs for DeepSpeed, with their documents.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ In: an engine that DeepSpeed made. Out: a `PipelineBinding` on it, or one error 
 Everything is set on the one engine; DeepSpeed's classes stay as they are.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping

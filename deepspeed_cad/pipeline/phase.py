@@ -10,8 +10,6 @@ with `Modes.results_travel`. A server knows of the layer only its kind; sinks, w
 folded in at home.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ look-ahead thread, each phase while those before it run. A forward tick and a ba
 micro-batches, so each has a plan of its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

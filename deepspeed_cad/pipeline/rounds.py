@@ -6,8 +6,6 @@ and backward in round m + 2 (P − 1) − s. That makes as many ticks as 1F1B, 2
 stage runs backward, in the last P − 1 none runs forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

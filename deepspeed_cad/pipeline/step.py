@@ -5,8 +5,6 @@ rank at a moment is one instruction of one micro-batch, kept in `PipelineBinding
 it there, also where autograd runs a checkpointed layer again on a thread of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import deque

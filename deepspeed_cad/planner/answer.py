@@ -5,8 +5,6 @@ The plan from the best start is taken (`best_start`), where links are slow one t
 even than the tolerance says.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import NamedTuple

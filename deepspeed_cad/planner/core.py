@@ -2,8 +2,6 @@
 tasks cut where their rows need no other rank (`split_own_rows`). What the core does is told in `deepspeed_cad.planner`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Where a micro-batch is cut into two nano-batches: in place, and beside reserved servers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ Where two ticks take turns beside reserved servers (`alternate`), a server is at
 what it found may come home later by what trainers have to do in the other tick. `begin_in_place`: when ranks begin.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

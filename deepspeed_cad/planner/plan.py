@@ -1,7 +1,5 @@
 """What the planner is asked (`PlanInput`) and what it answers (`Plan`): plain data, comparable, saved as JSON."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field, fields
 from functools import cached_property

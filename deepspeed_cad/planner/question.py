@@ -1,7 +1,5 @@
 """The question as a JSON file, which `deepspeed-cad plan` reads, and its checks (`check_input`)."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import math

@@ -9,8 +9,6 @@ keys lie side by side where they land: Q, O and their gradients stay in place. A
 group on its way from its home to a server; the way back uses the same slices.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ Waves take places in turn, `OUT` on their way out and `BACK` on their way back; 
 exchanges, each place is as large as the largest wave that ever had it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

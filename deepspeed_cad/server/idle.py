@@ -1,7 +1,5 @@
 """What to change where reserved servers or trainers are idle: one line, from shares of time that were measured."""
 
-from __future__ import annotations
-
 IDLE = 0.15
 """Share of their time that ranks may be idle before somebody should know. A choice: a server more or less among eight
 changes its share by about as much."""

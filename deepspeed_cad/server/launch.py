@@ -5,8 +5,6 @@ the host, as torchrun, accelerate and deepspeed set them. Out: a `Split`, the sa
 and a trainer's environment. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

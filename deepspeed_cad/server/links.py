@@ -6,8 +6,6 @@ failed, died or hangs. That ends the training by the error board, unless servers
 from `gone` who is lost. A server has a socket from each trainer: the leader's orders in a queue, and why it should end.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -12,8 +12,6 @@ What backward needs is held by (micro-batch, layer, nano-batch) from the forward
 leader says that no backward can come any more.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

@@ -4,8 +4,6 @@ In: its role, the "cad" block, its GPU. Out: exit code 0 where all trainers ende
 ended and why. Nothing of torch.distributed's world is there: the group is made of a store.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -9,8 +9,6 @@ by all. They open another group with the servers that are left, or have come, an
 meanwhile. From then on plans are made for these, and the pass runs again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Frames are plain data: a JSON head and arrays of whole numbers. What came is nev
 its connection.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import json

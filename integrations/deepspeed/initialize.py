@@ -3,8 +3,6 @@
 In: the original function, the block, and the call's arguments. Out: DeepSpeed's own tuple, with CAD on the model.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

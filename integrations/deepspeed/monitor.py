@@ -1,7 +1,5 @@
 """Statistics of CAD in DeepSpeed's monitor: TensorBoard, WandB, CSV, Comet, whatever the JSON turned on."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

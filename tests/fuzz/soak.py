@@ -7,8 +7,6 @@ without gradients, an exception that all ranks catch between forward and backwar
 whatever is kept per micro-batch, layout, step or epoch shows. Ends with 1 if anything grew.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -6,8 +6,6 @@ of a tile; with a window keys begin where schedules let them. A case is right wh
 keep the bits; the line also says what 64 and 100 do.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A fast selection of benchmarks/gpu_exactness.py: every kernel mode of CAD once, not every combination."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank that dies or hangs in training is named by all others, in time; over `deepspeed_cad.apply`."""
 
-from __future__ import annotations
-
 import os
 import time
 

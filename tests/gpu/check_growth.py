@@ -1,7 +1,5 @@
 """Landing areas grow where memory is short: torch's allocator holds most of it, or one rank has none left."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

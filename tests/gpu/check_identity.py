@@ -1,7 +1,5 @@
 """A rank that leaves a backward out and goes on: every rank gets the error that names both exchanges, soon."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Every kernel that works here against plain torch in fp64: O, LSE and gradients, with and without sinks."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 

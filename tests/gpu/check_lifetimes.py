@@ -6,8 +6,6 @@ and are filled. If memory under a copy is among it, the copy writes into them, o
 Each case first runs without what guards it: only where memory is spoiled then does the case show anything.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -4,8 +4,6 @@ a forward without gradients.
 Either every rank trains what it should, or every rank gets a CADError within seconds; never another loss, never a hang.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice

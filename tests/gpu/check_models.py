@@ -5,8 +5,6 @@ transformers' own attention. Loss and every gradient with CAD may err by twice a
 with activation checkpointing, or span ranks, without.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Pipelines on GPUs: losses and gradients of lockstep rounds against DeepSpeed's own schedule, over real exchanges."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ itself, when what it serves of a layer has been queued on its GPU; the trainers 
 that came later. Losses and gradients of every step are compared, also of that in which the server died.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -6,8 +6,6 @@ that was just freed is filled with NaN; loss and gradients must be those of the 
 run in torch's deterministic mode; where a kernel's bits differ all the same, by as much as they differ on one stream.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

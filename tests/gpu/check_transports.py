@@ -2,8 +2,6 @@
 and what a rank says when another one leaves an exchange out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

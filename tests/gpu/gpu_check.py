@@ -11,8 +11,6 @@ is 0 where nothing failed. "Refused" is what a kernel says that it cannot do, an
     --hosts 0,0,0,1           for `mixed`           --device cpu             a rehearsal on 2 CPU processes
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import os

@@ -3,8 +3,6 @@
 A line that says only that a case began is what is left where a rank hung or died in it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """How the loops of ranks differ in the group `loaders`: what only the last rank does, and how many batches each has."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

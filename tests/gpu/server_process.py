@@ -6,8 +6,6 @@ ORDER, "dispatch" or "backward dispatch": once it has done that for layer 0 of a
 it is queued there, the process is gone.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

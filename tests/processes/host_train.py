@@ -5,8 +5,6 @@
 Prints one JSON object as its last line; an error of CAD is part of it. Tests start it on hosts of their own.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,8 +1,6 @@
 """`Accelerator(kwargs_handlers=[CADPlugin(...)])`: DDP, DeepSpeed, accumulation, evaluation, LoRA; prepared loaders
 announce by themselves, where that is right, and stay what they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

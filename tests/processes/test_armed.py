@@ -4,8 +4,6 @@ How a process ends is tried in Pythons of their own with stand-ins for torch and
 real torchrun, accelerate and `trl sft`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The benchmarks: one small run of each on CPU processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Documents dealt out before a step: every per-token field moves along, losses and gradients stay what they were."""
 
-from __future__ import annotations
-
 import logging
 from importlib.metadata import version
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The JSON alone turns CAD on: DeepSpeed engines with and without the block give the same losses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo and the DeepSpeed example under the `deepspeed` launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

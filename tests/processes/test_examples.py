@@ -1,8 +1,6 @@
 """Examples: the commands of docs/ that need no GPU are run as they stand there, and what they save loads without this
 package; the one for a long document, from a checkpoint to a checkpoint, against the same documents on one rank."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Exchanges of real ranks: which belong together, transfers that correct links, the job's store and its hosts."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Bad input ends in one clear error on every rank, before anything wrong is trained."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

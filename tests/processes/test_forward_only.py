@@ -1,7 +1,5 @@
 """Forwards without backward: all ranks together or each alone, no training micro-batch, and generation is local."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any

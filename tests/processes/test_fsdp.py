@@ -1,7 +1,5 @@
 """FSDP2 (`fully_shard`) and FSDP1 in plain torch loops: `deepspeed_cad.apply` before sharding, gloo on CPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`deepspeed_cad.open`: attention as a function, in 2 to 4 processes, compared with each document alone."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Fuzz and soak, as short as CI has time for; both by hand for longer: docs/testing.md."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

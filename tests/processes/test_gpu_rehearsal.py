@@ -1,7 +1,5 @@
 """The checks that `make test-gpu` runs on GPUs, rehearsed on CPU processes, so that the scripts stay right."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Several hosts: network namespaces behind links of 100 Mbit/s, real processes, real gloo."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nano-batches that alternate over the whole decoder: exact, and exchanges in the order that servers need."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from types import SimpleNamespace

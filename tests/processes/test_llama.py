@@ -1,7 +1,5 @@
 """A Hugging Face model with CAD against each document alone: losses and parameter gradients, fp64, real processes."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,8 +1,6 @@
 """CAD with what trains long documents elsewhere: offloading of optimizer, parameters and activations, tiled MLP and
 loss. Losses and weights after two steps against each document run alone, by the frameworks themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

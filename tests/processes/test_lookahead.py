@@ -1,7 +1,5 @@
 """Look-ahead: loaders are read one micro-batch ahead, and what a step communicates is counted."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from itertools import islice

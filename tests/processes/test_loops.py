@@ -1,7 +1,5 @@
 """Training loops in a line each (fuzz/case.py): right as each document alone, or one error on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every supported family against each of its documents run alone, over two processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

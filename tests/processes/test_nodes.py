@@ -1,7 +1,5 @@
 """The scripts of examples/nodes for several nodes, as they stand there: network namespaces are the nodes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Padding on two ranks that move attention, also where nano-batches cut rows or batches; both hear of a refusal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import training

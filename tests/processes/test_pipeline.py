@@ -1,7 +1,5 @@
 """Pipelines: losses and gradients of lockstep rounds are those of DeepSpeed's own schedule and of a single process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pipelines

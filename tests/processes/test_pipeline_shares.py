@@ -1,7 +1,5 @@
 """Pipelines whose stages divide the heads of their layers: pipe, data and model axes, in lockstep rounds per share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pipelines

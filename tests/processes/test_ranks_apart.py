@@ -1,7 +1,5 @@
 """Ranks that are only slow are waited for."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

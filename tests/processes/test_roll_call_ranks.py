@@ -1,7 +1,5 @@
 """Who is here: ranks that turn CAD on name those that do not, within seconds."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 import training

@@ -1,8 +1,6 @@
 """`-m deepspeed_cad.run` and `accelerate-cad` under real launchers: a script without CAD in it, in place and beside a
 reserved server, whose trainers are dealt the same rows; and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A DPO loss before the first update is ln 2 to the last bit then, and a ratio of probabilities 1.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

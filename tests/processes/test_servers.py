@@ -1,8 +1,6 @@
 """Reserved servers in real processes, exact against each document alone (loops: test_loops.py): shares that fit what is
 not attention, and waves in as little memory as was asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Life and death of reserved servers as processes: how trainers end, how servers die and come, and bad input."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

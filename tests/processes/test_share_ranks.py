@@ -4,8 +4,6 @@ Two shares of two replicas on four processes, fp64 where a framework lets it: lo
 document alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ real ranks, which reach plans as corrections of links.
 How long a call takes is said by the test: what a clock says depends on who else uses the machine.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Tensor parallelism of host frameworks beside CAD: what they train without it, they train with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The override of torchtitan, on a stand-in for what it derives from: as each document alone, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The timeline of real runs: two processes, two trainers beside a server, and a command."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,8 +1,6 @@
 """The Hugging Face Trainer: a "cad" block in its DeepSpeed JSON, losses with and without CAD, log and callback; the
 plugin of axolotl, against a stand-in that makes the calls of its plugin manager."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from types import ModuleType

@@ -1,7 +1,5 @@
 """TRL: SFTTrainer with packing and without padding, DPO and KTO with a reference model, LoRA, GRPO, RLOO."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

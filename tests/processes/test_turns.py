@@ -1,7 +1,5 @@
 """Several models of one process in turn: actor, critic, reference and reward, as a PPO step calls them."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Ulysses inside a sequence group, CAD between groups: losses and gradients of each document alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

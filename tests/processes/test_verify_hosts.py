@@ -1,7 +1,5 @@
 """`"verify": N` under every host framework, and errors of one rank that all ranks learn of."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that see: packed documents with and without images and videos, against each document alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What a unit test opened ends with it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

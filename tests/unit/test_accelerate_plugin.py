@@ -1,7 +1,5 @@
 """The plugin of Accelerate in one process: what it takes, what it binds, what it refuses, whom it leaves alone."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any

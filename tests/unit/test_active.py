@@ -1,7 +1,5 @@
 """What was asked for must happen: the checks before optimizer steps and forwards, in one process."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Waits on the host for what comes on a GPU: without one, events and copies are small stand-ins. What a GPU does is
 not shown here; when the host goes on, stops, or says that a server is lost is."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

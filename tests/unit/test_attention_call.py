@@ -1,7 +1,5 @@
 """One layer's attention in one process, as a model calls it: autocast, mistakes of a model, what is kept and freed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

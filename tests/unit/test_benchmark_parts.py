@@ -1,7 +1,5 @@
 """What the inputs of benchmarks become, and what their results say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wires between a model of transformers and the core: hooks, mask function, attention function, refusals."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The error board: which rank waits in vain, and why, also where two wait for each other; a store that is silent,
 and how a rank waits for what others do."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

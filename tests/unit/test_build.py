@@ -1,7 +1,5 @@
 """What compiles the library: which compiler is taken, and what is said where there is none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss in chunks of the examples against the model's own: value, gradients, and what it keeps."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

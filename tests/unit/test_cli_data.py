@@ -1,7 +1,5 @@
 """`deepspeed-cad plan` on data sets: formats, fields, packing, and the models whose shape it reads."""
 
-from __future__ import annotations
-
 import builtins
 import gzip
 import json

@@ -1,7 +1,5 @@
 """All modes beside each other: what is shown, what is left out and why, and the sentence that recommends one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

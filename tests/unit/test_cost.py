@@ -1,7 +1,5 @@
 """Costs: pairs counted one by one, and each term of a task's cost by itself."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

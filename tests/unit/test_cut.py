@@ -1,7 +1,5 @@
 """Where a micro-batch is cut, in place and beside reserved servers: the time of both stretches of a layer."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Documents dealt out to ranks: nothing lost, no row too long, never later, as even as it can be; order of rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

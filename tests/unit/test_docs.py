@@ -1,7 +1,5 @@
 """The documentation against the code: every key, command, target, file and link that it names exists."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

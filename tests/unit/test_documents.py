@@ -1,7 +1,5 @@
 """The one reader of documents: every way to say where they are, alone and beside the others, against what is meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What exchanges are made of: the C++ that executes copies (over a stand-in driver), and rows taken and placed."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A figure that is measured is a line of `README` or `DOCS`: the words of a page w
 and what fills the gaps. Between the marks of README.md every table row and every commit must be in it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

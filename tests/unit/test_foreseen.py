@@ -1,7 +1,5 @@
 """Predictions against every measured run: within the limits, on the page, and for files put into the folder."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import cache

@@ -1,7 +1,5 @@
 """Cases of the fuzz run are replayed from their line, and what is allowed to become of them is what it should be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

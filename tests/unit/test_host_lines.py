@@ -1,7 +1,5 @@
 """What the wrappers around Trainer and callbacks do by themselves: what is logged, and which loss is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

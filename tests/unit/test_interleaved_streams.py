@@ -1,8 +1,6 @@
 """Two nano-batches in turn beside a server: what plans take for hidden is what the simulator's rounds hide, and these
 hide what the code that trainers and servers run hides, on streams with a clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A "cad" block of a DeepSpeed JSON in the wrong place, or one that Accelerate would refuse in words of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

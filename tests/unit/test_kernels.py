@@ -1,7 +1,5 @@
 """Kernels: torch_math against plain softmax and autograd in fp64; refusals and choices of the registry."""
 
-from __future__ import annotations
-
 import logging
 import types
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Layout: documents out of positions, masks and lengths, and the cut into two ticks, as properties."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

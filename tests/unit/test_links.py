@@ -1,7 +1,5 @@
 """Links: how they are timed at the start, that all ranks know the same, and how they are corrected while training."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arithmetic behind docs/million-tokens.md: its tables are those of the page, and near what was measured."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sampled check: it accepts the masks that transformers makes for supported models and finds every wrong one."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

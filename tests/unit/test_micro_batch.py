@@ -1,7 +1,5 @@
 """A micro-batch on its way through a model: its plans, its calls, its two nano-batches, and what layers pass to it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

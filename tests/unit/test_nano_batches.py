@@ -1,8 +1,6 @@
 """Two parts that alternate on one thread, each with its own state of torch; a decoder's arguments cut for them, and its
 outputs joined."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Linear layers beside servers: what is timed, what all trainers learn of it, and what plans make of that."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from types import SimpleNamespace
 

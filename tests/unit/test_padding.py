@@ -1,7 +1,5 @@
 """Padding: attention gives it zeros; labels that count what comes out there are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

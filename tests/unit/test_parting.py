@@ -1,7 +1,5 @@
 """How a process ends while a daemon of this package sits in C++: as its main thread would have it end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rounds of a pipeline, the ticks of unequal stages, and the order of micro-batches: known answers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The planner: plans of random questions counted again, balance, bytes, and inputs at the edge."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

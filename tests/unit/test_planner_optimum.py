@@ -1,7 +1,5 @@
 """The planner against the fewest bytes that are possible, on small inputs (needs highspy; skipped without it)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The question as a JSON file, field by field."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

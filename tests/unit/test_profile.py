@@ -1,7 +1,5 @@
 """Machine profiles: the fit, scaling between head shapes, which profile a machine gets, files, and the subcommand."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

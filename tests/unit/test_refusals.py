@@ -1,7 +1,5 @@
 """Every refusal of a model with its reason, and what is accepted with a warning."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from contextlib import nullcontext

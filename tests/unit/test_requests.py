@@ -1,7 +1,5 @@
 """What a command line or the environment asks for, without what it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

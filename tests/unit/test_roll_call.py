@@ -4,8 +4,6 @@ A rank that cannot, or never comes, is an error on all, in time. One process pla
 tests/processes has real ranks.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps of rollouts: dealt out as their trainers do it, passes without backward, and what CAD is worth there."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Room: in how many waves a tick goes so that what lands fits, what is said where nothing does, what ranks learn."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imports for type checkers only are left out. A module is told by its installed name, so what lies in integrations/ is
 `deepspeed_cad.integrations`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

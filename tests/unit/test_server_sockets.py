@@ -1,8 +1,6 @@
 """Sockets between trainers and servers: trainers reach a server beside strangers, which are dropped unread; frames; and
 both ends, in this process: who is told what, and who is given up."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

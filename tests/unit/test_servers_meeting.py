@@ -1,7 +1,5 @@
 """Trainers and servers meet: the same error on every rank where they do not belong together."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Who trains and who serves, from the key and what launchers say; and what does not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the session asks the planner for, and what ranks compare: each field of the question arrives."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Replicas and shares: who is in which group, and one micro-batch from what the ranks of a replica announced."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The step simulator where the answer is known: seconds of counted work, who waits for whom, bytes, memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One process, with and without torch.distributed: nothing to exchange, the same result."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Documents that span ranks, in layers that carry state: where rows go, counted for all ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

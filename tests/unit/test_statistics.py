@@ -1,7 +1,5 @@
 """Statistics: readers change nothing, nobody is late has a number of its own, and what rank 0 says of itself."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of a stream: each token once, each target where it belongs, documents in order of hosts, and bad input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

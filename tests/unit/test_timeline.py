@@ -1,7 +1,5 @@
 """The timeline without processes: what is recorded when, what it is named, and how the files of ranks become one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which transport a group gets: the same on every rank, named reasons, refusals where one was asked for by name."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

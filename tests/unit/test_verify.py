@@ -1,7 +1,5 @@
 """`"verify": N`: equal runs pass with one line each, planted errors are found and named."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The oldest versions of other packages: one table that pages and packaging agree with, and what older ones meet."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

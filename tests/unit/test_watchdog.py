@@ -1,7 +1,5 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace

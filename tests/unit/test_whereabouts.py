@@ -3,8 +3,6 @@
 The board is real, time and the stack of the training thread are played.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from types import CodeType, SimpleNamespace

@@ -12,8 +12,6 @@ computed in between is lost: all ranks end with an error within a second, landin
 start any more, and `finish` looks once more before a transport is closed.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 And the job's store, asked with a limit of time: a link that dies leaves whoever asks in a call that nothing ends.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -5,8 +5,6 @@ So does whoever makes memory or a communicator with others: torch's and NCCL's o
 dead rank, and know nothing of one that cannot do its part.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

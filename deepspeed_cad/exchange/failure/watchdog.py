@@ -7,8 +7,6 @@ which the training thread raises at its next call and the error board tells the 
 a thread of its own, which is to let the streams go on.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os
