@@ -46,9 +46,8 @@ from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import notice
 from deepspeed_cad.profiles.speed import find_speeds, in_words
 from deepspeed_cad.report import session_lines
-from deepspeed_cad.report.session_lines import SessionFacts, unused_keys
+from deepspeed_cad.report.session_lines import EVERY, SessionFacts, advise, unused_keys
 from deepspeed_cad.report.statistics import Statistics
-from deepspeed_cad.server.idle import EVERY, advise
 from deepspeed_cad.server.meeting import transports_of
 from deepspeed_cad.shares import Replica
 from deepspeed_cad.trace import open_tracer

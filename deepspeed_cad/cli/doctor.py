@@ -18,7 +18,6 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
 
 from deepspeed_cad.cli.progress import progress
 from deepspeed_cad.version import OLDEST, __version__, is_too_old
@@ -44,6 +43,7 @@ _EXCHANGE = """
 import os, sys
 from deepspeed_cad.cli.doctor import exchange
 exchange(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+sys.stdout.flush()
 os._exit(0)
 """
 
@@ -200,7 +200,7 @@ def _try_transport(name: str) -> list[Finding]:
             for rank in range(2)
         ]
         try:
-            errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in processes]
+            said = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
         except subprocess.TimeoutExpired:
             late = f"two processes on this machine did not exchange anything within {_TIMEOUT_S} s"
             return [Finding(name, False, late)]
@@ -210,16 +210,17 @@ def _try_transport(name: str) -> list[Finding]:
                 process.wait()
     for rank, process in enumerate(processes):
         if process.returncode:
-            return [Finding(name, False, f"rank {rank} of two processes failed: {_last_line(errors[rank])}")]
-    return [Finding(name, True, f"two processes exchanged slices on {'GPUs' if gpus > 1 else 'the CPU'}")]
+            return [Finding(name, False, f"rank {rank} of two processes failed: {_last_line(said[rank][1])}")]
+    speed = _last_line(said[0][0])
+    return [Finding(name, True, f"two processes exchanged slices on {'GPUs' if gpus > 1 else 'the CPU'} at {speed}")]
 
 
 def exchange(name: str, rank: int, store: str) -> None:
-    """One of the two processes of a trial. Raises where a slice did not arrive where the schedule says, or did not come
-    back home."""
+    """One of the two processes of a trial: they time their link, and the first says how fast it is."""
     import torch
     import torch.distributed as dist
 
+    from deepspeed_cad.exchange.links import measure_links
     from deepspeed_cad.exchange.probe import choose_transport
 
     on_gpus = torch.cuda.device_count() > 1
@@ -230,39 +231,19 @@ def exchange(name: str, rank: int, store: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     group = dist.group.WORLD
     assert group is not None
+
+    def gather(value: int) -> list[int]:
+        found = [0, 0]
+        dist.all_gather_object(found, value)
+        return found
+
     # "mixed" is for several hosts: there the two processes pass for one on each.
+    hosts = [0, 1] if name == "mixed" else [0, 0]
     transport = choose_transport(name, group, device, timeout_s=60, host=rank if name == "mixed" else None)
-    _there_and_back(transport, rank, device)
+    links = measure_links(transport, device, rank, hosts, gather)
     transport.close()
     dist.barrier()
-
-
-def _there_and_back(transport: Any, rank: int, device: Any) -> None:
-    """Slices are uneven: rank 0 sends rows 24 to 40 of one of two head groups, and rank 1 sends nothing."""
-    import numpy as np
-    import torch
-
-    from deepspeed_cad.exchange.transport import Outgoing, Returning
-    from deepspeed_cad.layout import Layout
-    from deepspeed_cad.schedule import KEY, QUERY, build_slices, schedule_rank
-
-    tick = Layout.from_rank_lengths([[40], [16]]).tick()
-    # Document, query rows, head groups, server.
-    tasks = [[0, 0, 24, 0, 2, 0], [0, 24, 40, 0, 1, 0], [0, 24, 40, 1, 2, 1], [1, 0, 16, 0, 2, 1]]
-    schedule = schedule_rank(tick, build_slices(tick, np.array(tasks, np.int64)), rank, 2)
-    given = torch.arange(2.0 * 40 * 2 * 64).view(2, 40, 2, 64)  # Q and K of rank 0
-    q_TGW, k_TGW = (0 * given[:, :16] if rank else given).to(device)
-    arrived = transport.dispatch(schedule, [Outgoing(QUERY, q_TGW), Outgoing(KEY, k_TGW)], nano_batch=0).wait()
-    home_TGW, came_back = torch.zeros_like(q_TGW), torch.zeros_like(q_TGW).cpu()
-    transport.give_back(schedule, [Returning(QUERY, arrived[0].clone(), home_TGW)], nano_batch=0).wait()
-    if rank == 0:
-        came_back[24:, 1] = given[0, 24:, 1]
-    checks = [("what came back", home_TGW, came_back)]
-    if rank == 1:
-        checks += [("queries", arrived[0], given[0, 24:, 1]), ("keys", arrived[1], given[1, :, 1])]
-    for what, found, expected in checks:
-        if not torch.equal(found.cpu(), expected):
-            raise RuntimeError(f"{what} of the exchange differ from what was sent")
+    print(f"{(links.inside or links.between or 0.0) / 1e9:.3g} GB/s")
 
 
 def try_devices() -> list[Finding]:

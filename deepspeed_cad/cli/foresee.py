@@ -16,8 +16,8 @@ import numpy as np
 
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import list_files, read_lengths
-from deepspeed_cad.cli.options import HOST, check_options, read_setting, wanted_modes
 from deepspeed_cad.cli.picture import draw_curves, draw_evenness, draw_step
+from deepspeed_cad.cli.plan import HOST, check_options, read_setting, wanted_modes
 from deepspeed_cad.cli.progress import progress, say, write
 from deepspeed_cad.errors import CADDataError, CADError
 from deepspeed_cad.forecast import Cluster, Setting

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.server.idle import advise
+from deepspeed_cad.report.session_lines import advise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

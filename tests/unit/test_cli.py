@@ -1,6 +1,7 @@
 """The console script: its subcommands, its exit codes, and what the doctor finds."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -135,14 +136,6 @@ def test_the_fastest_kernel_of_a_gpu_can_be_installed(monkeypatch, kernel: str, 
     assert doctor.try_kernels()[0].remedy.split(" ")[-1] == package
 
 
-def test_the_trial_finds_what_a_transport_loses() -> None:
-    lost = SimpleNamespace(wait=lambda: [torch.zeros(16, 64), torch.zeros(40, 64)])
-    transport = SimpleNamespace(dispatch=lambda *args, **more: lost, give_back=lambda *args, **more: lost)
-    for rank, what in enumerate(("what came back", "queries")):
-        with pytest.raises(RuntimeError, match=f"{what} of the exchange differ from what was sent"):
-            doctor._there_and_back(transport, rank, torch.device("cpu"))
-
-
 @pytest.mark.slow
 def test_the_doctor_on_this_machine() -> None:
     done = subprocess.run(
@@ -151,7 +144,8 @@ def test_the_doctor_on_this_machine() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     read = json.loads(done.stdout)
     assert read["core_works"] and {found["name"] for found in read["transports"]} == set(NAMES)
-    assert [found["ok"] for found in read["transports"] if found["name"] == "c10d"] == [True]
+    (c10d,) = (found for found in read["transports"] if found["name"] == "c10d")
+    assert c10d["ok"] and re.search(r"on the CPU at [\d.e+]+ GB/s$", c10d["detail"])
     assert any(found["ok"] for found in read["kernels"])
 
 

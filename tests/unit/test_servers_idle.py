@@ -13,7 +13,7 @@ from deepspeed_cad import session as sessions
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.waits import Busy
-from deepspeed_cad.server.idle import EVERY, advise
+from deepspeed_cad.report.session_lines import EVERY, advise
 from deepspeed_cad.session import Session
 from deepspeed_cad.trace import COMPUTE, STEP, Span, covered, find_idle, to_events
 
