@@ -24,8 +24,7 @@ def apply(
     defaults. `mesh`: of all ranks, where some divide the heads of a micro-batch among them: those along an axis "tp";
     None: as the model's own parameters say. Returns the model. Raises CADConfigError for a bad configuration or mesh
     and CADUnsupportedError for a model that CAD cannot reproduce exactly, or beside a version of a host framework that
-    is too old.
-    """
+    is too old."""
     checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
     if checked.enabled:
         refuse_old_packages()

@@ -43,8 +43,7 @@ def open(
     `device`: where attention runs; None: this process's GPU, or the CPU where there is none. `mesh`: of all ranks,
     where some divide the heads of a micro-batch among them: those along an axis "tp". `group` says the same without
     one: the ranks with this one's share of heads, which train other micro-batches (data-parallel ranks). Raises
-    CADConfigError for a bad configuration, mesh or group.
-    """
+    CADConfigError for a bad configuration, mesh or group."""
     checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
     if config is None and (request := read_environment()) is not None:
         checked = request.config
@@ -87,8 +86,7 @@ def attend(
 ) -> torch.Tensor:
     """O [T, H, V] of one layer: the way in of every model, of one's own (`Step.attend`) and of transformers.
 
-    `run`: attention of the running micro-batch. `label` names the layer in errors; for the others see Step.attend.
-    """
+    `run`: attention of the running micro-batch. `label` names the layer in errors; for the others see Step.attend."""
     rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale), window, softcap)
     return run(LayerInput(layer, q_THD, k_TKD, v_TKV, rule, sinks, label))
 
@@ -126,8 +124,7 @@ class CAD:
                 later ones are planned for the layers that attended before.
             layers: how many layers have each of these `windows`, in tokens; None: no window.
 
-        Raises CADDataError where neither says where documents begin, or both contradict each other.
-        """
+        Raises CADDataError where neither says where documents begin, or both contradict each other."""
         if self._last is not None:
             self.feed.learn(self._last.layers)
         sizes = (heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim)
@@ -190,8 +187,7 @@ class Step:
             softcap: scores become softcap · tanh(score / softcap).
             sinks: [H] logits that take part in the softmax of every token.
 
-        Raises CADDataError for tensors that do not fit the plan, and CADError where the plan was used before.
-        """
+        Raises CADDataError for tensors that do not fit the plan, and CADError where the plan was used before."""
         label = f"layer {layer if isinstance(layer, int | str) else type(layer).__name__}"
         self._check(label, q_THD, k_TKD, v_TKV, sinks)
         if self._micro_batch is None:

@@ -52,8 +52,7 @@ def open_groups(config: CADConfig, device: torch.device, replica: Replica | None
     are any. `replica`: the ranks that divide heads with this one; None: it has all of them.
 
     Raises CADConfigError where ranks do not agree who divides heads with whom, CADUnsupportedError where they do so
-    beside servers or what else is not built there, and CADPeerError where ranks do not reach each other.
-    """
+    beside servers or what else is not built there, and CADPeerError where ranks do not reach each other."""
     role, replica = find_role(config.servers, ranks, rank), replica or Replica((rank,))
     if role is not None and len(replica.ranks) > 1:
         raise CADUnsupportedError(

@@ -276,8 +276,7 @@ def assemble(local: list[LocalSegments]) -> Layout:
     has any. Where that has one token and the document before it ended at p, this one goes on: the token is the first of
     the other rank once more, there for its label (ahead/move_documents.py). Pieces of a document may lie in any order
     on its ranks if it begins where its first row is, and together they must hold each of its rows once. Raises
-    CADDataError, naming ranks and positions, where they do not.
-    """
+    CADDataError, naming ranks and positions, where they do not."""
     columns = np.concatenate([np.zeros((0, 3), np.int64), *(own.to_array() for own in local)])
     begin, end, offset = columns.T
     rank = np.repeat(np.arange(len(local)), [len(own.begin) for own in local])
@@ -324,8 +323,7 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
     jump to a later position is a piece of the same document; whether other ranks hold the rows between is found by
     `assemble`. `mask` ([batch, tokens], 0 where padded) takes padding out; a run behind padding is a document of its
     own whatever position it starts at. Raises CADDataError for positions that are not whole numbers, are negative, or
-    jump back inside a row to something other than 0.
-    """
+    jump back inside a row to something other than 0."""
     positions = np.atleast_2d(position_ids)
     if positions.ndim != 2:
         raise CADDataError(

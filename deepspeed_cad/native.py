@@ -41,8 +41,7 @@ def why_missing() -> str:
 def call(name: str, *arguments: Any, library: ctypes.CDLL | None = None) -> None:
     """Call a function that returns 0, or another number where it failed. Numpy arrays are passed by address.
 
-    Raises NativeCallError with the library's own message where it failed, and CADError where there is no library.
-    """
+    Raises NativeCallError with the library's own message where it failed, and CADError where there is no library."""
     library = library or load()
     passed = [ctypes.c_void_p(each.ctypes.data) if hasattr(each, "ctypes") else each for each in arguments]
     if getattr(library, name)(*passed):

@@ -32,8 +32,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def refuse_late_flags(words: Sequence[str], where: str) -> None:
     """Raise CADConfigError where a flag of CAD stands among words that another program reads; `where` it belongs.
 
-    A flag of that name which the script has for something else, and a block that is no object, are left alone.
-    """
+    A flag of that name which the script has for something else, and a block that is no object, are left alone."""
     for flag, value in zip(words, [*words[1:], ""]):
         name, _, value = flag.partition("=") if "=" in flag else (flag, "", value)
         if (name == "--cad" and value.startswith("{")) or name in ("--cad_config", "--cad-config"):
@@ -86,8 +85,7 @@ def read_request(text: str | None, path: str | None, default: str = "-m deepspee
     """What is asked for by `--cad TEXT`, by `--cad_config PATH`, or by neither, and by the environment.
 
     `default`: who asks where neither flag is given. Raises CADConfigError where it cannot be read, or where two sources
-    disagree.
-    """
+    disagree."""
     surrounding = read_environment()
     if path is not None:
         request = Request(CADConfig.load(path), f"--cad_config {path}")

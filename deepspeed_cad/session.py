@@ -61,8 +61,7 @@ class Session:
     """CAD in this process: one per process, for any number of models.
 
     `replica`: the ranks that divide heads with this one; None: it has all of them. Raises CADConfigError where the
-    configuration asks for what this machine lacks, and CADError without the compiled library.
-    """
+    configuration asks for what this machine lacks, and CADError without the compiled library."""
 
     def __init__(self, config: CADConfig, device: torch.device, replica: Replica | None = None) -> None:
         native.load()  # before this rank meets the others
@@ -255,8 +254,7 @@ class Session:
 
         `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. `global_loss`
         states that the loss is a sum over tokens, divided by one number for the whole step of all ranks: documents may
-        then be dealt out to ranks.
-        """
+        then be dealt out to ranks."""
         binding = self.find_binding(model)
         if binding is None:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")

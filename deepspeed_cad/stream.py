@@ -34,8 +34,7 @@ def shard_stream(
         ranks_per_host: first put the documents into such an order that few lie on two hosts (`order_by_host`). The
             loss of a step is the same sum over the same documents.
 
-    Raises CADDataError where fields do not fit each other, or the stream does not begin with a document.
-    """
+    Raises CADDataError where fields do not fit each other, or the stream does not begin with a document."""
     if not 0 <= rank < ranks:
         raise CADDataError(f"rank {rank} of {ranks}: ranks are 0 to {ranks - 1}")
     if "position_ids" not in batch:
@@ -74,8 +73,7 @@ def order_by_host(lengths: Sequence[int], ranks: int, tokens_per_rank: int, rank
     Documents longer than a host come first, each from the begin of a host on. The others go, the longest first, to the
     host with least attention that has room for them. Those that fit nowhere fill what is left, across borders.
 
-    Raises CADDataError where there are no hosts, or the documents do not fit.
-    """
+    Raises CADDataError where there are no hosts, or the documents do not fit."""
     if not 1 <= ranks_per_host <= ranks:
         raise CADDataError(f"ranks_per_host is {ranks_per_host}; expected 1 to {ranks}, the number of ranks")
     total, budget, hosts = int(sum(lengths)), ranks_per_host * tokens_per_rank, -(-ranks // ranks_per_host)

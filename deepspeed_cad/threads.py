@@ -55,8 +55,7 @@ def _park_at_exit() -> None:
     """From the end of the main thread on, a daemon that comes back from C++ stands still instead of aborting all.
 
     Python before 3.14 unwinds such a thread, and C++ does not let itself be unwound there: the process would end by
-    SIGABRT, "terminate called without an active exception" (csrc/parting.cpp).
-    """
+    SIGABRT, "terminate called without an active exception" (csrc/parting.cpp)."""
     park: Callable[[], int] = native.load().cad_park_unwound_threads
 
     def at_exit() -> None:

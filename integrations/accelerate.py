@@ -31,8 +31,7 @@ _PLUGIN = "_deepspeed_cad_plugin"
 class CADPlugin(KwargsHandler):
     """Turns CAD on in an Accelerator. Takes the keys of the "cad" block as keywords; all have defaults.
 
-    Raises CADConfigError for an unknown key or a value that is not allowed.
-    """
+    Raises CADConfigError for an unknown key or a value that is not allowed."""
 
     def __init__(self, **block: Any) -> None:
         self.config = CADConfig.from_dict(block)

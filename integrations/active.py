@@ -74,8 +74,7 @@ class ProcessCheck(ActivationCheck):
     Every step without CAD is refused, also where the script catches the first error; `problem` is what a process that
     trained without CAD must end with. For loops of plain torch, where nothing announces which models are trained, CAD
     is turned on at the first training forward of each model of transformers, and with `"forward_only": "balanced"` at
-    its first forward, unless that is part of `generate`. Where CAD is on without this, nothing is turned on.
-    """
+    its first forward, unless that is part of `generate`. Where CAD is on without this, nothing is turned on."""
 
     def __init__(self, asked_by: str, config: CADConfig) -> None:
         super().__init__(asked_by)

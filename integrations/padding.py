@@ -73,8 +73,7 @@ def find_padding(local: LocalSegments, batch: int, width: int) -> Bools | None:
 def counts(padded_BS: Bools, given: Mapping[str, Any]) -> bool | None:
     """Whether labels count outputs of padding, from what the whole model was called with; None: nobody knows.
 
-    `labels` are looked at as those of the same row and of the row before, `shift_labels` as those of the same row.
-    """
+    `labels` are looked at as those of the same row and of the row before, `shift_labels` as those of the same row."""
     ignored = given.get("ignore_index", IGNORED)
     for name, shifted in (("shift_labels", False), ("labels", True)):
         labels = given.get(name)

@@ -49,8 +49,7 @@ def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **
 
     Batches are (inputs, labels) with inputs (input_ids, position_ids), or with CAD also the dicts of transformers'
     collators. The loss is the mean cross-entropy over the labels of a micro-batch. Raises CADUnsupportedError for a
-    model that cannot be cut, CADConfigError where stages would be empty.
-    """
+    model that cannot be cut, CADConfigError where stages would be empty."""
     loading = {name: settings.pop(name) for name in ("dtype", "attn_implementation") if name in settings}
     source = model if isinstance(model, PreTrainedModel) else None
     config = model.config if isinstance(model, PreTrainedModel) else AutoConfig.from_pretrained(model)
@@ -73,8 +72,7 @@ def to_hf(engine: Any, path: str | os.PathLike[str]) -> None:
     """Write the model of an engine whose module `to_pipeline` made, so that `from_pretrained` loads it.
 
     Called by all ranks. Every stage writes its weights beside the checkpoint; rank 0 puts them together in CPU memory,
-    saves them as transformers does, and takes the parts away. All hosts must see the folder.
-    """
+    saves them as transformers does, and takes the parts away. All hosts must see the folder."""
     module = engine.module
     if not isinstance(module, _Pipeline):
         raise CADConfigError(

@@ -17,8 +17,7 @@ class LookAheadLoader:
     documents of other ranks (see step.py), those of different steps never are. `trained`: says how many
     micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
     `follower`: the model's binding, which may be looked at with the loader's batches instead of trained. `batches`: an
-    epoch of the loader that is under way; None: each iteration begins one.
-    """
+    epoch of the loader that is under way; None: each iteration begins one."""
 
     def __init__(
         self, loader: Any, feed: Feed, accumulation: int = 1, trained: Callable[[], int] | None = None,

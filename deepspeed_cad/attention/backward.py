@@ -147,8 +147,7 @@ def gradients_back(
 def new_landing(setup: CallSetup, own: Gradients, k_UKD: Tensor, v_UKV: Tensor) -> tuple[Tensor, Tensor]:
     """Where dK and dV that come back are added: to what local batches made, or to zeros of their own.
 
-    Early waves come back while local batches still write the same rows. Sums over waves are not rounded in between.
-    """
+    Early waves come back while local batches still write the same rows. Sums over waves are not rounded in between."""
     if setup.schedule.lands_apart:
         wide = setup.schedule.keys_return_often
         first, second = (torch.zeros_like(x, dtype=lse_dtype(x.dtype) if wide else x.dtype) for x in (k_UKD, v_UKV))

@@ -80,8 +80,7 @@ def upload_schedule(
 ) -> DeviceSchedule:
     """Upload the cumulative lengths of a schedule's batches; of several waves, their schedules in order.
 
-    On two streams no batch has to be cut for overlap, but those that add to the same rows of dK and dV stay on one.
-    """
+    On two streams no batch has to be cut for overlap, but those that add to the same rows of dK and dV stay on one."""
     parts = (schedules,) if isinstance(schedules, Schedule) else schedules
     batches = sum((part.local for part in parts), ())
     overlap = _keys_overlap(batches)

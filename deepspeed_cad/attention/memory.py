@@ -85,8 +85,7 @@ class ExchangeMemory:
     ) -> tuple[Schedule, ...]:
         """Have memory for a tick, in smaller waves, which `again` makes, where a rank has too little. Collective.
 
-        `tell` is called before each try: ranks that only follow are to take part in it.
-        """
+        `tell` is called before each try: ranks that only follow are to take part in it."""
         while True:
             room = self.room(shape)
             size, _ = room_needed(room, [(one.served_rows, one.landed_rows) for one in schedules])

@@ -95,8 +95,7 @@ class MicroBatch:
     def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
 
-        Uploads happen here, on the training thread and its stream, not where plans are made.
-        """
+        Uploads happen here, on the training thread and its stream, not where plans are made."""
         place = key, nano_batch
         if place not in self._schedules:
             if place not in self.planned:
@@ -226,8 +225,7 @@ class NotInterleaved(Exception):
 class MaskDescriptor:
     """Stands where a model's layers expect an attention mask: the micro-batch and the mask's window.
 
-    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them.
-    """
+    Not a dataclass: FSDP rebuilds dataclasses among a layer's arguments to cast the tensors in them."""
 
     __slots__ = ("chunk", "gradients", "interleaved", "kernel", "micro_batch", "modes", "nano_batch", "window")
 

@@ -51,8 +51,7 @@ def run_alternating(
 ) -> tuple[Any, Any]:
     """Run two functions on this thread, switching whenever one calls `hand_over`; the first goes first.
 
-    Each has a state of torch of its own. An error in either ends both and is raised.
-    """
+    Each has a state of torch of its own. An error in either ends both and is raised."""
     results: list[Any] = [None, None]
 
     def body(index: int, function: Callable[[], Any]) -> None:
@@ -82,8 +81,7 @@ class RandomStream:
     """Random numbers of one nano-batch, on the CPU and on its device.
 
     Checkpointing remembers the generators' state where a layer begins and draws the same numbers when the layer runs
-    again, alone. So what the other one draws in between must not count.
-    """
+    again, alone. So what the other one draws in between must not count."""
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
         """`seed`: of a stream of its own; None: the stream that the generators are at now."""
@@ -107,8 +105,7 @@ class RandomStream:
 class ThreadState:
     """The state of one nano-batch: what it pushed or set since it began, on top of what was there around both.
 
-    A context for each stretch that it runs.
-    """
+    A context for each stretch that it runs."""
 
     def __init__(self, device: torch.device, random: RandomStream) -> None:
         """A nano-batch that has not begun: it starts with what is set around it."""
@@ -168,8 +165,7 @@ def in_backward() -> bool:
 def unseen_by_checkpointing(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A step of attention of which selective checkpointing sees no operation.
 
-    It takes what it kept again by how often an operation ran before, and attention runs in the forward only.
-    """
+    It takes what it kept again by how often an operation ran before, and attention runs in the forward only."""
 
     @wraps(step)
     def run(*args: Any) -> Tensor:

@@ -139,8 +139,7 @@ def _run_beside(
     freed only after `Return.finish`, the end of a `Return` without that, or an error here, has made it wait for
     `aside`. What `aside` made is read by the current stream only where results are placed at home; `Return.finish`
     makes `aside` wait for that. Results that come back early are placed by `aside`, in rows and heads of O and dQ that
-    local batches do not write, and in sums of their own (DeviceSchedule.lands_apart).
-    """
+    local batches do not write, and in sums of their own (DeviceSchedule.lands_apart)."""
     current = torch.cuda.current_stream(setup.device)
     own = torch.cuda.Event(enable_timing=True)
     aside.wait_event(current.record_event())

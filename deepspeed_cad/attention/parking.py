@@ -69,8 +69,7 @@ class Parking:
         """Begin to copy tensors to the host, behind what the current stream has to do.
 
         `label` names the layer in errors; with `wanted_early`, `fetch_before` brings the parcel back. Raises CADError
-        where the host has no memory left.
-        """
+        where the host has no memory left."""
         self._count += 1
         parcel = Parcel(self, self._count, label, tensors)
         if wanted_early:
@@ -82,8 +81,7 @@ class Parking:
         """Give back the device memory of what was parked; what the current stream does next may use it.
 
         Called when the next layer begins: by then the copies are done, and the current stream waits for nothing.
-        Raises CADError where a model changed in place what was parked.
-        """
+        Raises CADError where a model changed in place what was parked."""
         leaving, self._leaving = self._leaving, []
         for parcel in leaving:
             parcel.leave()
@@ -110,8 +108,7 @@ class Parking:
 
         One thread at a time takes, but blocks are given back at any moment (Parcel.__del__), also between two steps
         here. So there are never fewer than were counted, and each is taken by one step. A lock would not do: garbage
-        is collected on the thread that holds it, too.
-        """
+        is collected on the thread that holds it, too."""
         count = -(-size // self.block)
         if (missing := count - len(self.free)) > 0:
             self._grow(missing, label)
@@ -247,8 +244,7 @@ class Parcel:
 def in_memory_order(x: Tensor) -> tuple[Tensor, list[int]]:
     """The tensor with its dimensions in the order in which they lie in memory, contiguous, and that order.
 
-    A copy where its memory has gaps.
-    """
+    A copy where its memory has gaps."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
     # Dimensions of size 1 may have any stride.
     arranged = x.detach().permute(order)

@@ -57,8 +57,7 @@ def run_local(setup: CallSetup, batches: Batches, qkv: Three, into: Outputs, sin
     """Run local batches and write their rows and heads of O and LSE.
 
     K and V are those of the rank and, in a second nano-batch, of documents that began in the first. `sinks_H`: one
-    logit more per head, or None.
-    """
+    logit more per head, or None."""
     q_THD, k_TKD, v_TKV = qkv
     for batch, sequences in batches:
         rows, keys, groups, heads = _ranges(batch, q_THD.shape[1] // k_TKD.shape[1])
@@ -79,8 +78,7 @@ def run_served(
     rows with keys that arrived, are run where they are, into `into`.
 
     `received`: Q, K and V that arrived, with the rank's own rows of tasks that are not run in place. Sinks: one logit
-    more per served row and head, and per head of the rank.
-    """
+    more per served row and head, and per head of the rank."""
     q_RGD, k_S1D, v_S1V = received
     results = []
     for batch, sequences in wave.served:
@@ -128,8 +126,7 @@ def run_local_backward(
 ) -> None:  # fmt: skip
     """Run local batches backward: dQ of `home`, dK and dV are written, or added to where batches share rows of these.
 
-    O and LSE of `home` are those of the whole forward, also of what other ranks ran.
-    """
+    O and LSE of `home` are those of the whole forward, also of what other ranks ran."""
     for batch, sequences in batches:
         rows, keys, groups, heads = _ranges(batch, home.q_THD.shape[1] // k_TKD.shape[1])
         do, q, o, lse, dq = (x[rows, heads] for x in home)

@@ -114,8 +114,7 @@ class Spanning:
     def heads(self, groups: int, size: int = 0, label: str = "") -> list[Wave]:
         """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
 
-        Raises CADError, the same on all ranks, where one group at a time is more than there is memory for.
-        """
+        Raises CADError, the same on all ranks, where one group at a time is more than there is memory for."""
         if (groups, size) not in self._heads:
             widths = np.array([divide(groups, held) for held in self._held], np.int64).reshape(self._held.shape)
             cuts = itertools.pairwise(self._cut(widths, size, label))
@@ -168,8 +167,7 @@ class Spanning:
     def _cut(self, widths: Ints, size: int, label: str) -> list[Ints]:
         """[documents, ranks] first head group of each rank in each of as few waves as fit, and the last one's end.
 
-        `widths`: [documents, ranks] groups that each runs.
-        """
+        `widths`: [documents, ranks] groups that each runs."""
         first, memory = np.cumsum(widths, axis=1) - widths, self._memory
         needed = np.zeros(1)
         for waves in range(1, int(widths.max(initial=1)) + 1):

@@ -20,8 +20,7 @@ BEFORE, AFTER = "#9aa0ab", "#2a6fdb"
 def draw_plan(problem: PlanInput, plan: Plan, path: str) -> None:
     """Load of each rank before and after, and who sends how much to whom.
 
-    Raises CADError without matplotlib, as all of these do.
-    """
+    Raises CADError without matplotlib, as all of these do."""
     figure, (load, traffic) = _subplots(1, 2, figsize=(13, 3.6))
     ranks = np.arange(len(plan.load))
     load.bar(ranks - 0.2, plan.load_before, 0.4, color=BEFORE, label=f"before: max/mean {plan.imbalance_before:.2f}")

@@ -127,8 +127,7 @@ def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.de
 def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.device, tell: Tell) -> Profile | None:
     """Under torchrun: attention on rank 0 while the others wait, then links between all; None on the other ranks.
 
-    Raises CADError on rank 0 where attention cannot be measured; the others then end without a word.
-    """
+    Raises CADError on rank 0 where attention cannot be measured; the others then end without a word."""
     on_gpu = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:

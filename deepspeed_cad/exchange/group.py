@@ -223,8 +223,7 @@ class MemoryStore(dist.Store):
     that came later has exchanged less, so its keys would never be those that the others wait for. Here each number is
     replaced by its place among those of the group, in which all members exchange the same.
 
-    Torch holds it by a pointer: whoever registers it has to keep it.
-    """
+    Torch holds it by a pointer: whoever registers it has to keep it."""
 
     def __init__(self, store: dist.Store, alarm: Alarm) -> None:
         super().__init__()

@@ -265,8 +265,7 @@ class Strangers:
 
     It is received straight into the landing areas, between the rows that neighbours copy there. Why not too early:
     every exchange makes the message stream wait for what was queued on the current stream before, whether it has
-    messages or not. Areas take turns as landing.py says, so what landed in one before has been used by then.
-    """
+    messages or not. Areas take turns as landing.py says, so what landed in one before has been used by then."""
 
     def __init__(self, group: Group, device: torch.device, near: list[int], alarm: Alarm) -> None:
         """Collective. `near`: see LandingTransport."""

@@ -63,8 +63,7 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
         landed: [landed rows, width], what came from other ranks, contiguous.
         served: [served rows, width], this rank's own served tensor, of which its own rows are taken, contiguous.
         home: [rows, groups, width] with a contiguous last dimension; where rows are added it may be fp32.
-        add: add to what is there instead of writing.
-    """
+        add: add to what is there instead of writing."""
     if home.stride(2) != 1 or not landed.is_contiguous() or not served.is_contiguous():
         raise CADError(
             f"rows cannot be placed: home has strides {home.stride()} (the last must be 1), landed {landed.stride()} "

@@ -44,8 +44,7 @@ class LinkSpeeds:
         """The links of the ranks on `hosts` (their names), as known at the start.
 
         `rule`: figures that depend on no measured time, for as long as any rank `pauses`; `transfers`: what this rank's
-        transfers took; None: figures are not corrected.
-        """
+        transfers took; None: figures are not corrected."""
         self.start, self._rule, self._hosts, self._pauses, self._transfers = links, rule, hosts, pauses, transfers
         self._speeds = [links.inside, links.between]
         self._paused = False

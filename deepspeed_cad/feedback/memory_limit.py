@@ -52,8 +52,7 @@ class MemoryLimit:
     ) -> None:
         """`given`: GiB of the configuration; None for "auto", which only GPUs have. `has_trained`: whether a backward
         ran, so that the peak of training is known. `pauses`: while it holds on any rank, nothing depends on measured
-        memory. `share`: of a GPU's memory, at most, with "auto".
-        """
+        memory. `share`: of a GPU's memory, at most, with "auto"."""
         self.given = None if given is None else given * 2**30
         self.device, self.share, self._has_trained, self._pauses = device, share, has_trained, pauses
         self.most_needed = 0.0

@@ -107,8 +107,7 @@ class NonAttention:
 
     def __init__(self, trainers: int, take: Callable[[int], Measured], pauses: Callable[[], bool]) -> None:
         """`take` gives what this rank measured of a model since the last call. `pauses`: while it holds on any trainer,
-        plans must depend on no measured time.
-        """
+        plans must depend on no measured time."""
         self._trainers, self._take, self._pauses = trainers, take, pauses
         self._each: dict[int, Floats] = {}
         """By model, seconds per token of every trainer ([2, trainers]: forward, backward), 0 where not known."""
@@ -129,8 +128,7 @@ class NonAttention:
         """[trainers] seconds per token of one layer; None where not known, and while paused.
 
         A trainer that never had tokens is taken for the mean of the others. `backward`: of both passes, not of the
-        forward alone.
-        """
+        forward alone."""
         if model not in self._each or self._paused[model]:
             return None
         each = self._each[model] if backward else self._each[model][:1]

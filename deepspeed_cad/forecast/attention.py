@@ -134,8 +134,7 @@ def end_of_passes(
     `flows` move in a layer. Of each rank: the number of its host (None: all share one); [2, ranks] seconds of its `own`
     tasks, those of them that are `waiting` for something of another rank, and when it comes to its attention, and sends
     what others wait for. `per_byte`: [2] seconds inside a host and between hosts, in as many layers as all these.
-    `waves`: in how many parts an exchange goes. `passes`: layers.
-    """
+    `waves`: in how many parts an exchange goes. `passes`: layers."""
     routes, trips = find_trips(flows, hosts, per_byte, waves)
     ends = []
     for work, waits, begin, (there, back) in zip(own, waiting, start, trips):
@@ -171,8 +170,7 @@ def alternating_seconds(parts: list[Part], layers: int, before: float, backward:
     last trainer that ran tasks of it are done, and a trainer with less besides runs more of them. Backward is the
     mirror: a trainer runs its own tasks of a part as soon as that is sent, and the last part comes first.
 
-    `before`: of what is not attention in a part's layer, the share that lies before its attention.
-    """
+    `before`: of what is not attention in a part's layer, the share that lies before its attention."""
     first = 1.0 - before if backward else before
     numbers = range(len(parts))[::-1] if backward else range(len(parts))
     now = np.zeros(parts[0].own.shape[1])

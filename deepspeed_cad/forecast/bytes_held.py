@@ -59,8 +59,7 @@ def activation_bytes(
 
     `in_flight`: micro-batches between forward and backward at these stages; at the last all logits of one are there at
     once before the layers' backward begins. `kept`: with O and LSE that are kept over the recompute. `waiting`: tokens
-    of a part that is being attended, and holds nothing of the MLP, while the other part runs.
-    """
+    of a part that is being attended, and holds nothing of the MLP, while the other part runs."""
     model = setting.model
     active = 1.0 - waiting / max(tokens, 1.0)
     state = model.state
@@ -106,8 +105,7 @@ def served_bytes(setting: Setting, flows: Flows) -> float:
 def landing_bytes(setting: Setting, flows: Flows, with_outputs: bool = False) -> float:
     """Landing areas: of what a server gets in backward, dO too, and of what comes home. As large on all ranks.
 
-    `with_outputs`: O and LSE travel as well, as where another rank runs the backward (pipelines).
-    """
+    `with_outputs`: O and LSE travel as well, as where another rank runs the backward (pipelines)."""
     rows, keys, shape = *flows.served, setting.shape
     more = 1.0 + LSE / (2.0 * shape.value_dim) if with_outputs else 0.0
     row = shape.query_bytes + shape.output_bytes * (1.0 + more)

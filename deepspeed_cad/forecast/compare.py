@@ -103,8 +103,7 @@ def compare(
     `steps`: layouts of their micro-batches. `servers`: how many are reserved; None: what is best. `tell` hears how far
     it is. `fewer` gives the steps that trainers make of the same documents beside so many servers, which have none;
     None: rows that servers would have trained are left out. Raises CADConfigError where there is no step, or no mode
-    that can run.
-    """
+    that can run."""
     if not steps or not steps[0]:
         raise CADConfigError("there is no step to foresee")
     found: list[Foreseen] = []

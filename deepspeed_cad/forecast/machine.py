@@ -95,8 +95,7 @@ class Machine:
     def with_links(self, inside: float | None, between: float | None) -> Machine:
         """The same GPUs on other links, bytes a second; None: as measured.
 
-        `inside` is what peer copies reach. Collectives keep the share of it that they have on this machine.
-        """
+        `inside` is what peer copies reach. Collectives keep the share of it that they have on this machine."""
         own = self if between is None else dataclasses.replace(self, between=between)
         if inside is None:
             return own
@@ -157,8 +156,7 @@ class Cluster:
     def gather(self, size: Size, group: int, stride: int = 1) -> Size:
         """Seconds of an all-gather after which every member has `size` bytes; a reduce-scatter of them takes as long.
 
-        Hosts pass each part on once: what comes from other hosts is shared between the links of a host.
-        """
+        Hosts pass each part on once: what comes from other hosts is shared between the links of a host."""
         if group < 2:
             return 0.0 * size
         here = max(1, min(group, self.per_host // stride))

@@ -77,8 +77,7 @@ def foresee_rows(
 
     [micro-batches, groups]: `tokens` of a micro-batch at one seat; bytes `sent` in a layer's exchange. [2, …] seconds:
     `attention` of one head group in one layer, run once; `exchange` that nothing hides, of all layers, sent once.
-    `kept`: whether its recompute does not attend. `held`: bytes besides activations.
-    """
+    `kept`: whether its recompute does not attend. `held`: bytes besides activations."""
     # All groups, the layers of a stage, and kernels in training.
     kernels = attention * (setting.shape.groups * setting.attending * setting.machine.in_training)
     attended = setting.in_pass(kernels, kept)
@@ -114,8 +113,7 @@ def _rows(
 ) -> tuple[Floats, Floats]:
     """Rows of each group, split over its seats: tokens and attention, [micro-batches, groups] and [2, …].
 
-    A stream whose documents span ranks is one row of all its seats. `attend`: [2, seats] seconds of their rows.
-    """
+    A stream whose documents span ranks is one row of all its seats. `attend`: [2, seats] seconds of their rows."""
     parts = []
     for layout in step:
         rows = np.stack([layout.tokens.astype(np.float64), *attend(layout)])

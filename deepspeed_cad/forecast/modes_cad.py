@@ -91,8 +91,7 @@ def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
     """What meets: each micro-batch, or in pipelines those of a round side by side, one stage behind the other.
 
     The backward ticks have the micro-batches of the forward ticks in the reverse order of stages, so one plan stands
-    for both.
-    """
+    for both."""
     if rounds.stages == 1:
         yield from step
         return
@@ -143,8 +142,7 @@ def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds,
 def plan_in_place(setting: Setting, layout: Layout) -> Plan:
     """The plan of a micro-batch as training makes it, with waves as transports take them: between hosts.
 
-    Training measures what is not attention, but in pipelines and where attention runs again.
-    """
+    Training measures what is not attention, but in pipelines and where attention runs again."""
     tick, begin = layout.tick(), None
     if setting.pipeline == 1 and not setting.recompute_attention and setting.believed is None:
         seconds = np.full(layout.ranks, float(_one_layer(setting).sum()))

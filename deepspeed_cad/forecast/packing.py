@@ -112,8 +112,7 @@ def make_steps(lengths: list[int], setting: Setting, rows: Rows, most: int, serv
     """Steps of some micro-batches each; the last, partial step is left out.
 
     Beside `servers`, seats that have no rows, the others train the same documents in more steps. `most`: steps of all
-    seats.
-    """
+    seats."""
     seats = setting.seats - servers
     most = -(-most * setting.seats // seats)
     steps: Iterator[Sequence[Layout]]
@@ -153,8 +152,7 @@ def pack(
 
     Ranks are filled one after the other with whole documents; those longer than the context are split, as packing in
     the Hugging Face trainers does. With `spanning`, documents go on on the next rank instead; with `zigzag_by_host`,
-    the number of ranks on a host, each micro-batch is then laid out as `shard_stream` does it with both its options.
-    """
+    the number of ranks on a host, each micro-batch is then laid out as `shard_stream` does it with both its options."""
     room = ranks * context if spanning else context
     rows: list[list[int]] = [[]]
     held = 0
@@ -182,8 +180,7 @@ def deal_by_length(lengths: Sequence[int], ranks: int, rows: Rows) -> Iterator[l
 
     As trainers of rollouts deal them out: first as many to every rank, then those of a rank to as many micro-batches as
     the rank with most needs to hold at most `rows.context` tokens in each; every time the longest first to whoever has
-    least of what `rows.packing` goes by. On all ranks the micro-batch with most of it comes first.
-    """
+    least of what `rows.packing` goes by. On all ranks the micro-batch with most of it comes first."""
     whole = [min(length, rows.context) for length in lengths if length > 0]
     size = ranks * rows.batch
     for first in range(0, len(whole) - size + 1, size):

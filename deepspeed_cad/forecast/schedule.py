@@ -82,8 +82,7 @@ def weight_seconds(setting: Setting, passes: int, forward: float, backward: floa
     """What gathering weights and scattering gradients adds to a step in which `passes` micro-batches run.
 
     `forward`, `backward`: seconds of one layer, behind which the next layer's weights are fetched. `seats`: how many
-    share the model's state.
-    """
+    share the model's state."""
     cluster, tensor, seats = setting.cluster, setting.tensor, seats * setting.sequence
     whole = cluster.gather(2.0 * setting.stage_parameters, seats, tensor)
     if meets_at_the_end(setting):
@@ -104,8 +103,7 @@ def one_forward_one_backward(each: Floats, stages: int, last: Floats | float = 0
     """[pipelines]: seconds of a step; `each` is [2, micro-batches, pipelines], forward and backward of one stage.
 
     A stage runs forwards until the pipeline is full, then one backward and one forward in turn (1F1B). `last`: what the
-    last stage does before each backward: head and loss. CAD's stages share attention and run in lockstep rounds.
-    """
+    last stage does before each backward: head and loss. CAD's stages share attention and run in lockstep rounds."""
     done = np.zeros((2, stages, *each.shape[1:]))
     free = np.zeros((stages, each.shape[2]))
     loss = np.broadcast_to(last, each.shape[1:])
@@ -135,8 +133,7 @@ def compose(
 
     `passes`: micro-batches one after the other; `tokens` of all of them at all seats. `moved`: [2] bytes that a rank
     sends inside its host and to others. `holders`: seats that hold the model, where others only serve. `figures`: peak,
-    degree and the like, as in `Foreseen`.
-    """
+    degree and the like, as in `Foreseen`."""
     machine, parameters = setting.machine, setting.stage_parameters
     layer = (mean.non_attention + mean.attention) / passes / setting.layers
     holders = setting.seats if holders is None else holders

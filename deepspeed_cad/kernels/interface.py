@@ -74,8 +74,7 @@ class Kernel(Protocol):
 
         LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it back in
         `backward` without a copy. `out_QHV`: where O should be written; a backend that cannot returns another tensor,
-        and the caller copies it.
-        """
+        and the caller copies it."""
 
     def backward(
         self,

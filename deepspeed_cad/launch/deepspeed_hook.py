@@ -42,8 +42,7 @@ def install() -> None:
     """Wraps `deepspeed.initialize` now, or as soon as deepspeed is imported.
 
     The explicit way to what the installed .pth file does by itself; for `DEEPSPEED_CAD_AUTOLOAD=0`, `pip install
-    --target` and `python -S`. Idempotent.
-    """
+    --target` and `python -S`. Idempotent."""
     for module in (sys.modules[name] for name in WAITED_FOR if name in sys.modules):
         after_import(module)
     if missing := [name for name in WAITED_FOR if name not in sys.modules]:

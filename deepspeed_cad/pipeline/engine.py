@@ -48,8 +48,7 @@ def initialize_pipeline(
 ) -> tuple[Any, ...]:
     """Run `deepspeed.initialize` for a PipelineModule and turn CAD on for its engine.
 
-    Raises CADConfigError and CADUnsupportedError for what CAD does not combine with, before DeepSpeed starts.
-    """
+    Raises CADConfigError and CADUnsupportedError for what CAD does not combine with, before DeepSpeed starts."""
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     _refuse_block(config)
     _refuse_module(given["model"], find_config(original, args, kwargs))
@@ -116,8 +115,7 @@ class LockstepSchedule(PipeSchedule):
     Forward and backward become instructions of CAD's own that every stage runs in every round which has such a tick,
     with a micro-batch or without. At the end of a round, activations go one stage on and gradients one stage back.
     Sends block until they are received, so of two neighbours the even one sends first. Activations come first, because
-    DeepSpeed receives both into one buffer and copies only activations out of it.
-    """
+    DeepSpeed receives both into one buffer and copies only activations out of it."""
 
     def __init__(self, rounds: Rounds, stage_id: int) -> None:
         super().__init__(rounds.micro_batches, rounds.stages, stage_id)

@@ -40,8 +40,7 @@ def merge_stages(layers: Sequence[Sequence[LayerKind]]) -> tuple[ProgramTick, ..
 
     A tick has one kind of layer, because one plan has one window and one head shape; a stage that has no such layer at
     that point only serves. Ticks are a shortest sequence that contains the layers of each stage in order, found stage
-    by stage.
-    """
+    by stage."""
     merged: list[ProgramTick] = []
     for stage, own in enumerate(layers):
         merged = _merge(merged, stage, list(own))

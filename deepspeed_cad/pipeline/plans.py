@@ -78,8 +78,7 @@ def gather_documents(
     """Documents of every replica's micro-batches; None where some loader ended before it had `count` of them.
 
     `mine`: of this rank's micro-batches; empty on a stage that loads nothing, None where its loader ended.
-    Raises CADDataError where ranks of a replica, or its first and its last stage, load different micro-batches.
-    """
+    Raises CADDataError where ranks of a replica, or its first and its last stage, load different micro-batches."""
     message = StepMessage([Announcement(one) for one in mine or []]).to_array()
     state = State.ENDED if mine is None else State.GOING
     said = gatherer.gather(Subject(What.STEP, index=step), message, state=state)
@@ -129,8 +128,7 @@ def tick_cost(cost: CostModel, backward: bool) -> CostModel:
     """What tasks of one direction cost beside each other, in seconds of both directions, as transfers are weighed.
 
     What a KV row costs, it costs backward, where each task writes dK and dV for its whole prefix: forward is as fast
-    with 128 rows of a task as with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)
-    """
+    with 128 rows of a task as with all. (H200, FlashAttention-4: benchmarks/results/kernels-h200.md.)"""
     return replace(cost, key=cost.key / BACKWARD_PAIRS if backward else 0.0)
 
 
@@ -148,8 +146,7 @@ class StepPlans:
     ) -> None:
         """Begin to gather and to plan; called by all ranks for the same steps.
 
-        `gather` gives what all ranks train, None where a loader ended; it runs on the look-ahead thread.
-        """
+        `gather` gives what all ranks train, None where a loader ended; it runs on the look-ahead thread."""
         self.plans, self.places, self.program, self.rounds = plans, places, program, rounds
         self.order: list[list[int]] = []
         """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""

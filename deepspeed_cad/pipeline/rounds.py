@@ -51,7 +51,6 @@ def order_micro_batches(work: Sequence[Sequence[float]]) -> list[list[int]]:
 
     `work[r][m]`: attention of replica r's micro-batch m. A tick holds consecutive micro-batches of each replica; the
     more alike these are, the fewer bytes move. In the first and the last rounds some stages have none, and all that
-    they serve is moved to them, so the lightest come first and last.
-    """
+    they serve is moved to them, so the lightest come first and last."""
     rising = [sorted(range(len(own)), key=own.__getitem__) for own in work]
     return [own[0::2] + own[1::2][::-1] for own in rising]

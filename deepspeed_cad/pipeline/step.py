@@ -109,8 +109,7 @@ class PipelineBinding:
     def begin_step(self, look: Callable[[], None]) -> None:
         """Before a step: learn what all replicas train, and begin to plan. Raises StopIteration where data ended.
 
-        `look` runs the first micro-batch through all stages, without gradients; called before the first step.
-        """
+        `look` runs the first micro-batch through all stages, without gradients; called before the first step."""
         self._refuse_abandoned()
         count, rounds = self.engine.micro_batches, self.rounds
         if not self.program:

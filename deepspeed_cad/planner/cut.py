@@ -31,8 +31,7 @@ def choose_cut(layout: Layout, unit: Ints) -> Ints | None:
     Every rank is cut at the same share of its tokens: the one at which both parts have as much work, attention by
     pairs plus LINEAR_PAIRS per token, so that each is long enough to hide the other's transfers. Not where rows before
     the cut would read keys behind it. With whole ranks in one part or the other each part would have the attention of
-    some ranks only, and move several times the bytes that it hides.
-    """
+    some ranks only, and move several times the bytes that it hides."""
     tokens = layout.tokens
     if layout.ranks == 1 or not len(layout.segments):
         return None
@@ -86,8 +85,7 @@ def choose_interleaved_cut(
         servers: the sum of their speeds.
         linear: seconds per token of all but attention in one layer, forward and backward (with the recompute), on a
             trainer; None or 0: not known, both nano-batches get as much attention.
-        helpers: trainers that serve where servers have no time, the sum of their speeds.
-    """
+        helpers: trainers that serve where servers have no time, the sum of their speeds."""
     tokens = layout.tokens
     unit = np.maximum(unit, 1)
     if not len(layout.segments) or not layout.can_cut(_at(0.5, tokens, unit)):

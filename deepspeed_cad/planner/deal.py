@@ -137,8 +137,7 @@ def deal(step: Step, costs: Costs, tolerance: float, hosts: Ints | None = None, 
     rank's) first to the host that has least. Padded samples go in order of their lengths, so that similar ones meet. No
     row gets more tokens than the largest had, none gets no document, and the step never ends later than with balanced
     attention alone. Documents move where it ends SHORTER, or where ranks, each with its own attention, end earlier by
-    `tolerance` (a share of the step), so that less moves. With `cuts` they are cut where it ends SHORTER still.
-    """
+    `tolerance` (a share of the step), so that less moves. With `cuts` they are cut where it ends SHORTER still."""
     ranks, micro_batches = step.tokens.shape
     if len(step.length) < step.tokens.size or step.tokens.size == 1:
         return None

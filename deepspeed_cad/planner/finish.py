@@ -182,8 +182,7 @@ def begin_in_place(
     has too little of that it is idle for the rest. Rows that read keys of a late rank fill no time.
 
     `seconds`: [ranks] per token of one layer outside attention, forward and backward. `cost`: of attention, in seconds
-    too. `speeds`: [ranks] in attention, beside what costs say.
-    """
+    too. `speeds`: [ranks] in attention, beside what costs say."""
     before = seconds * tick.query_tokens
     speed = np.ones(tick.ranks) if speeds is None else speeds
     runs = np.where(speed > 0.0, speed, np.inf)

@@ -177,8 +177,7 @@ def fit_cost(counts: Floats, seconds: Floats, weights: Floats) -> Floats:
     """Least squares on relative errors, no coefficient below zero.
 
     `counts` [calls, 4]: pairs, rows, KV rows, tasks. Every subset of the four is tried, always with the pairs: exact
-    for so few.
-    """
+    for so few."""
     if (weights > 0).sum() < 4 or not (seconds > 0).all() or not np.isfinite(seconds).all():
         raise CADError(
             f"{len(seconds)} measured calls with {seconds.min(initial=np.inf):.3g} s at least cannot be fitted; "

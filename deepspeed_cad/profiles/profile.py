@@ -84,8 +84,7 @@ class Profile:
         """The cost model for layers of this head shape.
 
         Work per pair is proportional to heads per group × (head_dim + value_dim). So is what kernels do per query row
-        and per KV row; there the size of an element counts too.
-        """
+        and per KV row; there the size of an element counts too."""
         entry = min(self.entries, key=lambda one: _distance(one.shape, shape))
         work = moved = 1.0
         if self.unit == "seconds":
@@ -233,8 +232,7 @@ def choose_profile(configured: str, device: torch.device, kernel: str = "auto") 
     """The profile for "auto", "pairs" or a file.
 
     "auto": the user's own if it is of this machine and kernel, else the one that ships for them, else on a GPU the
-    ratios of another, else counted pairs. Raises CADConfigError for a file that cannot be read.
-    """
+    ratios of another, else counted pairs. Raises CADConfigError for a file that cannot be read."""
     if configured == "pairs":
         return PAIRS
     if configured != "auto":

@@ -45,8 +45,7 @@ def find_speeds(
 
     `wanted` and `kernel` are the keys "speeds" and "kernel"; `gather` gives one whole number of every rank, in their
     order; `deterministic`: whether plans of this rank must depend on no measured time; `cost`: of the trainers' plans,
-    None on a server, which makes none.
-    """
+    None on a server, which makes none."""
     if wanted is None:
         return None
     if any(gather(int(deterministic))):
@@ -85,8 +84,7 @@ def in_words(speeds: Floats | None) -> str:
 def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:
     """The profile in seconds of this machine; unchanged, with a line in the log, where its kernel does not run.
 
-    It is rough: a profile that `deepspeed-cad profile` wrote knows rows, keys and short tasks too.
-    """
+    It is rough: a profile that `deepspeed-cad profile` wrote knows rows, keys and short tasks too."""
     entry, tokens = ratios.entries[0], FEW_TOKENS[device.type]
     try:
         seconds = _time(device, kernel, tokens, repeats=3, budget=0.1)

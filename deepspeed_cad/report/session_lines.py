@@ -144,8 +144,7 @@ def advise(
     where: str = f"trainer 0 for {{}} of {EVERY} micro-batches",
 ) -> str:
     """What idle ranks mean; empty where neither are idle for long. Shares of time in which servers did not attend, and
-    trainer 0, or the mean trainer, waited for exchanges; `where` says which, with a place for the share.
-    """
+    trainer 0, or the mean trainer, waited for exchanges; `where` says which, with a place for the share."""
     shares = f"servers were idle for {servers_idle:.0%} and {where.format(f'{trainers_idle:.0%}')}"
     if servers_idle > IDLE and trainers_idle > IDLE:
         return (

@@ -52,8 +52,7 @@ class Split:
 def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, dict[str, str]]:
     """The role of this process, and the variables that change where it trains.
 
-    Raises CADConfigError where the reservation does not fit the launch; on all processes alike where each can tell.
-    """
+    Raises CADConfigError where the reservation does not fit the launch; on all processes alike where each can tell."""
     rank, world, local, size, host, hosts = _read_place(environment)
     rendezvous = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -139,8 +138,7 @@ def _bad(servers: Reservation, reason: str) -> CADConfigError:
 def take_role(request: Request) -> tuple[Request, Split | None]:
     """The role of a server; a trainer's request says who it is, and its role is None.
 
-    Raises CADConfigError where the reservation does not fit the launch, or the script's world is already made.
-    """
+    Raises CADConfigError where the reservation does not fit the launch, or the script's world is already made."""
     if isinstance(request.config.servers, str) or not request.config.enabled:
         return request, None
     module = sys.modules.get("torch.distributed")
@@ -159,8 +157,7 @@ def take_role(request: Request) -> tuple[Request, Split | None]:
 def find_role(servers: str | Reservation, world: int, rank: int) -> Split | None:
     """The numbers of this trainer, where ranks are reserved; `world`, `rank`: of torch.distributed.
 
-    Raises CADConfigError where no launcher of ours reserved them, or the script made its world by other numbers.
-    """
+    Raises CADConfigError where no launcher of ours reserved them, or the script made its world by other numbers."""
     if isinstance(servers, str):
         return None
     if (told := published()) is not None:

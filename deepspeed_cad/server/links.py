@@ -60,8 +60,7 @@ class ServerLink:
     def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = (), generation: int = 0) -> None:
         """To every server of the crew, in this order; raises CADPeerError where one has died and that ends all.
 
-        What is said to servers that have changed since `generation` is not sent.
-        """
+        What is said to servers that have changed since `generation` is not sent."""
         frame = encode(head, arrays)
         with self._lock:
             self._check()

@@ -70,8 +70,7 @@ class Members:
     """The ranks that exchange attention, from one change of the servers to the next.
 
     Trainers stay for as long as the job. A server has a number for life, by which it is called in messages, and a place
-    among the ranks of the present group: trainers first, then servers by their numbers.
-    """
+    among the ranks of the present group: trainers first, then servers by their numbers."""
 
     generation: int
     """Changes so far."""
@@ -260,8 +259,7 @@ def take_place(rendezvous: str, timeout_s: float) -> tuple[Split, CADConfig]:
     """The next free place of a server in a job, and the job's configuration.
 
     Raises CADPeerError where there is no job in time, CADConfigError where it has another version, wants no server from
-    another launch, or has all of them.
-    """
+    another launch, or has all of them."""
     store = dist.PrefixStore(PREFIX, open_store(rendezvous, timeout_s))
     if not wait_until(lambda: store.check([JOB]), timeout_s):
         raise CADPeerError(
@@ -305,8 +303,7 @@ def open_group(meeting: Rendezvous, members: Members, liveness: Liveness, device
 
     A server may die here, too. So nothing waits inside a store or a constructor on the thread that must notice: ranks
     first leave a word in the store, and meet the way torch makes groups on a thread that may be lost. Raises
-    ServerLostError where a server is lost meanwhile and training goes on.
-    """
+    ServerLostError where a server is lost meanwhile and training goes on."""
     split, generation, limit = meeting.split, members.generation, meeting.timeout_s
     here = {number: f"here/{generation}/{number}" for number in members.numbers}
     meeting.root.set(here[split.rank], "1")

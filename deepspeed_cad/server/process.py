@@ -62,8 +62,7 @@ FAREWELL_S = 3.0
 def serve(split: Split, config: CADConfig, device: str = "") -> int:
     """Serve until the trainers end; gives the exit code.
 
-    `device`: by default the GPU that the launcher means for this process, or the CPU where trainers use it too.
-    """
+    `device`: by default the GPU that the launcher means for this process, or the CPU where trainers use it too."""
     if not device and torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     chosen = torch.device(device or "cpu")

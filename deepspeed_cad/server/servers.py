@@ -81,8 +81,7 @@ class NoServers:
         """The ranks that there are now, as plans see them.
 
         `opened`: through what they exchange; None: there is one rank. `speeds`: in attention, of the ranks that the job
-        began with; None: all are equal.
-        """
+        began with; None: all are equal."""
         if opened is None:
             return Crew(self.members.trainers, speeds=speeds)
         return Crew(self.members.trainers, opened.transport, np.array(opened.hosts, np.int64), speeds)
@@ -90,8 +89,7 @@ class NoServers:
     def begin(self, transport: Transport | None, install: Callable[[Opened | None], None]) -> None:
         """From now on servers may change, if they may at all.
 
-        `install` takes what exchanges go through from then on; None: nothing, one rank is left.
-        """
+        `install` takes what exchanges go through from then on; None: nothing, one rank is left."""
 
     def trace_next(self, tracer: Tracer) -> None:
         """A micro-batch is about to be trained: servers record it where trainers do."""

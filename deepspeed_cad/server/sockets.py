@@ -79,8 +79,7 @@ class Listener:
         """A connection from every trainer; from then on nobody reaches this server any more.
 
         Connections are read side by side, so that no stranger holds up a trainer. CADPeerError where one does not come.
-        `look` is called now and then; it may raise.
-        """
+        `look` is called now and then; it may raise."""
         found: dict[int, socket.socket] = {}
         end = time.monotonic() + timeout_s
         with self._socket:
@@ -168,8 +167,7 @@ def find_interface(rendezvous: str, *others: str) -> tuple[socket.AddressFamily,
     """The address of this host on the way to another one. CADPeerError where no way leads there.
 
     `rendezvous`: the host of the job's store. `others`: of trainers; they count where a name of the rendezvous' host
-    leads to loopback here, because it is this one.
-    """
+    leads to loopback here, because it is this one."""
     for target in (rendezvous, *others):
         with suppress(OSError):
             for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
@@ -219,8 +217,7 @@ class Inbox:
     def read(self) -> Iterator[Frame]:
         """The frames that are complete with what is there now; call it when there is something, so it does not wait.
 
-        Raises OSError where the connection has ended, or what came is no frame.
-        """
+        Raises OSError where the connection has ended, or what came is no frame."""
         part = self.connection.recv(1 << 16)
         if not part:
             raise ConnectionResetError("closed by its other end")

@@ -29,8 +29,7 @@ def read_model_shape(where: str | None) -> ModelShape:
 
     An MLP counts as three matrices, as gated ones have: for models with two, such as GPT-2, the gain comes out a
     little too low. Raises CADConfigError where the file cannot be read or is not of a decoder model, and
-    CADUnsupportedError where CAD refuses the model.
-    """
+    CADUnsupportedError where CAD refuses the model."""
     if where is None:
         return ModelShape()
     if where in SHAPES and not Path(where).exists():

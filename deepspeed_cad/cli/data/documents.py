@@ -58,8 +58,7 @@ def read_lengths(
     """Lengths of the first `limit` documents that are not empty; of a named distribution at least `needed` tokens.
 
     `skipped` gets a line for each file of a folder that cannot be read; `tell` hears how far it is. Raises CADDataError
-    naming what is missing or unreadable, or line by line what is no length.
-    """
+    naming what is missing or unreadable, or line by line what is no length."""
     if len(places) == 1 and places[0] in NAMED and not Path(places[0]).exists():
         count = needed / NAMED[places[0]].mean
         if count > MOST_DRAWN:
@@ -161,8 +160,7 @@ def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> I
     """Each document as text, as the list of its tokens, or as a list of chat messages (dicts).
 
     A file of a folder that cannot be read is left out, from where it cannot, with a line in `skipped`. Raises
-    CADDataError where a place does not exist, cannot be read, or has no column of that name.
-    """
+    CADDataError where a place does not exist, cannot be read, or has no column of that name."""
     paths = list_files(places)
     try:
         import datasets

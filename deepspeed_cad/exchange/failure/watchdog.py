@@ -147,8 +147,7 @@ class Watchdog:
         ServerLostError where one is, and CADPeerError as streams do.
 
         Work that the host has queued far ahead could not be taken back behind a wait that does not end. So here no
-        stream ever waits for another rank: what reads an exchange is queued only when all of it is there.
-        """
+        stream ever waits for another rank: what reads an exchange is queued only when all of it is there."""
 
         def has_arrived() -> bool:
             # First this: what ends a wait by force sounds the alarm, or says that it frees, before it does so.
