@@ -1,6 +1,7 @@
 """Life and death of reserved servers as processes: how trainers end, how servers die and come, and bad input."""
 
 import signal
+import time
 
 import pytest
 from jobs import BLOCK, Job
@@ -84,3 +85,24 @@ def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
     assert job.ends("rank0") == {"rank0": 0, "rank1": 0, "rank2": 1}
     assert "server 2 ended: server 2 holds 0 MiB for backwards to come and has 0 MiB for that" in job.said("rank0")
     assert "Training goes on with the trainers alone" in job.said("rank0")
+
+
+def test_one_that_hangs_is_dropped_and_ends_when_it_wakes(job: Job) -> None:
+    for name in ("first", "second"):
+        job.serve(name)
+    job.launch_all(2, "until", "9", block={**GOES_ON, "servers": {"joined": 2}, "timeout_s": 20})
+    job.wait_for("rank0", "step 1")
+    hung = next(name for name in ("first", "second") if "server 2 is up" in job.said(name))
+    job.processes[hung].send_signal(signal.SIGSTOP)
+    silent = "server 2 ended: it has said nothing for 10 s: it hangs, or nothing reaches its host"
+    job.wait_for("rank0", f"{silent}. Training goes on with server 3")
+    job.processes[hung].send_signal(signal.SIGCONT)
+    assert job.processes[hung].wait(120) == 1
+    assert "the trainers go on without it: it has said nothing for 10 s" in job.said(hung)
+    written, end = len(job.said("rank0")), time.monotonic() + 120
+    while "step" not in job.said("rank0")[written:]:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    (job.folder / "stop").touch()
+    codes = job.ends("rank0")
+    assert codes.pop(hung) == 1 and set(codes.values()) == {0}

@@ -205,3 +205,21 @@ def test_it_looks_around_now_and_then_and_says_once_that_it_is_late(clock: list[
         wait_until(lambda: False, math.inf, look_around, when_late=late.append)
     assert all(LOOK_S <= after - before < 2 * LOOK_S for before, after in zip(looked, looked[1:]))
     assert len(late) == 1 and LATE_S < late[0] < LATE_S + 0.3
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    """A loader on a thread of its own may wait while this rank goes on to train."""
+    monkeypatch.setattr(worker_room, "TELL_S", 0.02)
+    worker, told = Worker(), []
+    heard = threading.Event()
+    worker.while_blocked = lambda: (told.append(worker.is_idle), heard.set())
+    if trains:
+        worker.trains_here()
+    assert worker.is_idle
+    assert worker.run(lambda: heard.wait(None if trains else 0.2)) is trains
+    assert bool(told) == trains and not any(told)
+    told.clear()
+    monkeypatch.setattr(worker_room, "TELL_S", 60.0)
+    assert worker.run(lambda: "quick") == "quick" and not told
+    worker.close()

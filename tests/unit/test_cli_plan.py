@@ -337,3 +337,19 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
     (tmp_path / "lengths.txt").write_text("[3, 4]")
     assert "2 documents with 7 tokens do not fill one step of 8 ranks" in plan(capsys, tmp_path / "lengths.txt")[1]
+
+
+def test_what_fits_has_room_for_what_the_simulator_does_not_see(capsys: pytest.CaptureFixture[str]) -> None:
+    """A 70B on 64 GPUs, of which torch would hold 139.3 of 139.7 GiB; the loss of transformers; the host's memory."""
+    words = ["long-mix", "--ranks", "64", "--steps", "1", "--reserve", "none", "--model", "llama-70b"]
+    words += ["--modes", "plain,cad", "--packing", "bfd"]
+    code, said = plan(capsys, *words)
+    assert code == 0 and "CAD in place, recompute_attention * does not fit: it needs 15" in said
+    assert "\nNothing fits: " in said and "it would fit with --offload-optimizer or rows of at most" in said
+    _, said = plan(capsys, *words, "--offload-optimizer")
+    assert '\nTake CAD in place, "keep": "host": ' in said and "optimizer on the host" in said
+    words = [*words[:1], "--ranks", "8", *words[3:7], *words[9:]]
+    _, said = plan(capsys, *words, "--memory", "75")
+    assert '\nTake CAD in place, "keep": "host": ' in said
+    _, said = plan(capsys, *words, "--loss", "whole", "--memory", "100")
+    assert "transformers' own loss (94 GiB for logits)" in said and "\nNothing fits: " in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -278,3 +280,73 @@ def test_what_was_served_is_away_while_a_layer_runs_again() -> None:
     early.part_with_served()
     early.part_with_served()
     assert early._served.is_away
+
+
+class Raced(list[torch.Tensor]):
+    """Free blocks, to which another thread gives one more whenever blocks are taken out."""
+
+    def __init__(self, free: list[torch.Tensor], give: Callable[[], None]) -> None:
+        super().__init__(free)
+        self.give: Callable[[], None] | None = give
+
+    def _race(self) -> None:
+        give, self.give = self.give, None
+        if give is not None:
+            give()
+
+    def pop(self, *where: Any) -> torch.Tensor:
+        self._race()
+        return super().pop(*where)
+
+    def __delitem__(self, where: Any) -> None:
+        self._race()
+        super().__delitem__(where)
+
+
+def test_no_block_is_given_to_two_parcels() -> None:
+    """Garbage is collected while blocks are taken: of a parcel that nobody took, by this thread or another one."""
+    lot = parking()
+    kept = [lot.park([numbers(BLOCK // 4)], LABEL) for _ in range(3)]
+    lot.settle()
+    for parcel in kept[:2]:
+        parcel.take()
+    lot.free = Raced(lot.free, kept.clear)
+    first, second = (lot.park([numbers(BLOCK // 4)], LABEL) for _ in range(2))
+    held = [*first._blocks, *second._blocks, *lot.free]
+    assert len({id(block) for block in held}) == len(held) == lot.blocks == 3
+
+
+@pytest.mark.parametrize("way", ["leaving", "arriving", "arriving where an error fell"])
+def test_memory_of_copies_when_nobody_wants_a_parcel(
+    clocks: tuple[Parking, Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's allocator is told of the stream that copies: whoever lets go of it may be any thread, on any stream."""
+    lot, training, side = clocks
+    asked: dict[int, list[Any]] = {}
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda x, stream: asked.setdefault(x.data_ptr(), []).append(stream)
+    )
+    gc.collect()  # what other tests left
+    asked.clear()
+    given = [numbers(8), numbers(4, 3, 8)[:, 1]]
+    parcels = [lot.park(given, LABEL)]
+    lot.stay(parcels[0])
+    if way != "leaving":
+        parcels[0].leave()
+        with monkeypatch.context() as patch:
+            if "error" in way:
+                copy = lot.copy
+                patch.setattr(lot, "copy", lambda pairs: (copy(pairs), 1 / 0))
+                with pytest.raises(ZeroDivisionError):
+                    parcels[0].fetch()
+            else:
+                parcels[0].fetch()
+    copied = {x.data_ptr() for x in (parcels[0]._here or []) + parcels[0]._copying}
+    assert not asked and len(copied) == (3 if way == "leaving" else 2), "what has gaps is copied first"
+    collector = threading.Thread(target=parcels.clear)
+    with parking_room.torch.cuda.stream(Stream()):
+        collector.start()
+        collector.join()
+    assert set(asked) == copied and {id(one) for streams in asked.values() for one in streams} == {id(side)}
+    assert not training.is_after(side), "nothing waits"
+    assert len(lot.free) == lot.blocks

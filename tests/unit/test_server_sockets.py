@@ -23,8 +23,19 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.server import links as links_room
 from deepspeed_cad.server import sockets
 from deepspeed_cad.server.links import ServerLink, TrainerLinks
-from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, RELEASE, Leader
-from deepspeed_cad.server.sockets import GREETING, HALF, Door, Inbox, Listener, connect_to, encode, find_interface
+from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE, Leader
+from deepspeed_cad.server.sockets import (
+    GREETING,
+    HALF,
+    MOST_GUESTS,
+    Door,
+    Frame,
+    Inbox,
+    Listener,
+    connect_to,
+    encode,
+    find_interface,
+)
 
 Pair = tuple[socket.socket, socket.socket]
 HERE = "127.0.0.1:29500"
@@ -346,3 +357,46 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
     ends.trainer.sendall(encode({"do": RELEASE, "turns": [1, 2, 3]})[:cut])
     ends.trainer.close()
     assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
+
+
+def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None:
+    """The look-ahead thread plans for the present servers while the training thread lets one in."""
+    link = ServerLink(0, {}, Liveness(ends.store, 0, 1), 30.0)
+    link.add(3, ends.trainer)
+    link.tell({"do": OPEN, "turn": 7}, (np.zeros((0, 5), int), np.zeros(1, int), np.zeros(0, int)), generation=0)
+    link.change((3,), 1, {"do": REGROUP, "generation": 1, "servers": [3], "exchanges": 0})
+    links = ends.links(3)
+    first = links.orders.get(timeout=10)
+    assert isinstance(first, Frame) and first.head["do"] == REGROUP and links.called == 1
+    link.leave("")
+
+
+def test_orders_to_a_server_that_does_not_read_hold_nobody_up(ends: Ends) -> None:
+    """Its buffers are full: who tells it gives up, and tells the others."""
+    link = ends.link(silent_s=5 * SILENT_S)
+    here, there = socket.socketpair()
+    with here, there:
+        link.add(2, here)
+        link.change((1, 2), 1, None)
+        there_inbox = TrainerLinks(2, {0: there}, Liveness(ends.store, 2, 3))
+        large = np.zeros((1 << 18, 5), int)
+        link.tell({"do": PLAN, "turn": 0, "key": [], "nano_batch": 0, "cut": []}, (large,), generation=1)
+        link.tell({"do": RELEASE, "turns": [1]}, generation=1)
+        assert list(link.gone) == [1]
+        told = [there_inbox.orders.get(timeout=10) for _ in range(2)]
+        assert [isinstance(one, Frame) and one.head["do"] for one in told] == [PLAN, RELEASE]
+        link.leave("")
+
+
+def test_a_stranger_has_so_much_time_and_one_of_many_no_place(
+    come: Callable[..., Guests], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "GREET_S", 60.0)
+    server = come(1)
+    first = [server.stranger() for _ in range(5)]
+    for _ in range(MOST_GUESTS):
+        server.stranger()
+    assert all(map(_ended, first))
+    monkeypatch.setattr(sockets, "GREET_S", 0.1)
+    assert _ended(server.stranger(bytes(3)))
+    server.talk(server.trainer(0))
