@@ -32,7 +32,7 @@ logger = logging.getLogger("deepspeed_cad")
 _MARK = "__deepspeed_cad__"
 in_step: ContextVar[bool] = ContextVar("deepspeed_cad_in_step", default=False)
 """All ranks run the same forwards now."""
-generating: ContextVar[bool] = ContextVar("deepspeed_cadgenerating", default=False)
+generating: ContextVar[bool] = ContextVar("deepspeed_cad_generating", default=False)
 """`generate` of a model runs."""
 _roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Outermost wrappers of FSDP1 that ran."""

@@ -112,7 +112,8 @@ def _rows(local: LocalSegments) -> tuple[Ints, Ints]:
     """Segment and position of every row; segment -1 for padding. Not the document: of one that lies in pieces the
     model's own mask shows no piece to another."""
     document, position = np.full(local.tokens, -1, np.int64), local.positions()
-    document[position != PADDING] = np.repeat(np.arange(len(local.begin)), local.end - local.begin)
+    order = np.argsort(local.offset, kind="stable")
+    document[position != PADDING] = np.repeat(order, (local.end - local.begin)[order])
     return document, position
 
 

@@ -285,7 +285,7 @@ def describe(model: PreTrainedModel) -> str:
     def stable(found: dict[str, Any]) -> dict[str, Any]:
         return {key: found[key] for key in found if key not in _MACHINE_FIELDS and not key.startswith("_attn_impl")}
 
-    fields = json.loads(json.dumps(model.config.to_dict(), default=plain), object_hook=stable)
+    fields = json.loads(json.dumps(model.config.to_dict(), default=plain, skipkeys=True), object_hook=stable)
     return f"{type(model).__name__} {json.dumps(fields, sort_keys=True)}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ IGNORED = -100
 
 Bools = npt.NDArray[np.bool_]
 
-_told: set[str] = set()
+_told: WeakSet[Any] = WeakSet()
 
 
 def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str, Any]) -> None:
@@ -53,8 +54,8 @@ def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str,
             "gives them zeros, but the loss counts what comes out there: some of their labels, or of the tokens right "
             "behind them, are not -100. Set these labels to -100, or make the tokens a document"
         )
-    elif counted is None and masked and not rank and not _told:
-        _told.add(own)
+    elif counted is None and masked and not rank and binding not in _told:
+        _told.add(binding)
         notice(
             f"rows of padding get zeros from attention, as from FlashAttention; {own} would let them attend. Nobody "
             "told CAD the labels: keep padding out of the loss, as attention_mask says it. A model that is loaded with "

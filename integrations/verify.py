@@ -54,9 +54,9 @@ class Alone:
         for document in self.documents:
             for rows, keys, visible in visible_blocks(document, self.window, heads, q.device):
                 one = [x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
-                hidden = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-                hidden.masked_fill_(~visible, torch.finfo(q.dtype).min)
-                o[rows] = own(module, *one, (hidden if eager else visible)[None, None], **given)[0][0]
+                if eager:
+                    visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
+                o[rows] = own(module, *one, visible[None, None], **given)[0][0]
         return o.unflatten(0, (batch, width))
 
 

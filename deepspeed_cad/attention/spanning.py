@@ -153,11 +153,11 @@ class Spanning:
         return self._layers.setdefault(layer, len(self._layers))
 
     def dispatch(
-        self, schedule: Schedule, layer: int, home_nGw: Sequence[Tensor], backward: bool
+        self, schedule: Schedule, layer: int, home_nGw: Sequence[Tensor], backward: bool, lane: int = 0
     ) -> tuple[Tensor, ...]:
-        """[S, w] of each tensor, without gradients."""
+        """[S, w] of each tensor, without gradients. `lane`: rows that nothing returns have memory of their own."""
         fields = [Outgoing(QUERY, _readable(x)) for x in home_nGw]
-        return tuple(self._transport.dispatch(schedule, fields, 0, Moment(self._turn, layer, backward)).wait())
+        return tuple(self._transport.dispatch(schedule, fields, lane, Moment(self._turn, layer, backward)).wait())
 
     def give_back(self, schedule: Schedule, layer: int, pairs: list[tuple[Tensor, Tensor]], backward: bool) -> None:
         """Write rows [S, w] into tensors at home [n, G, w]: (served, home) of each."""
@@ -321,9 +321,10 @@ class _Bring(torch.autograd.Function):
         ctx.given = spanning, before.back, layer
         if kept is not None:
             return kept.detach()
-        return spanning.dispatch(before.schedule, layer, [sent[:, None]], backward=False)[0].clone()
+        return spanning.dispatch(before.schedule, layer, [sent[:, None]], backward=False, lane=1)[0].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         spanning, back, layer = ctx.given
-        return None, None, None, None, spanning.dispatch(back, layer, [gradient[:, None]], backward=True)[0].clone()
+        (sent,) = spanning.dispatch(back, layer, [gradient[:, None]], backward=True, lane=1)
+        return None, None, None, None, sent.clone()

@@ -220,8 +220,10 @@ def exchange(name: str, rank: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from deepspeed_cad.exchange.links import measure_links
-    from deepspeed_cad.exchange.probe import choose_transport
+    from deepspeed_cad.exchange.links import measure_links, peer_schedule
+    from deepspeed_cad.exchange.probe import choose_transport, gather_over
+    from deepspeed_cad.exchange.transport import Outgoing, Returning
+    from deepspeed_cad.schedule import QUERY
 
     on_gpus = torch.cuda.device_count() > 1
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
@@ -231,16 +233,17 @@ def exchange(name: str, rank: int, store: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     group = dist.group.WORLD
     assert group is not None
-
-    def gather(value: int) -> list[int]:
-        found = [0, 0]
-        dist.all_gather_object(found, value)
-        return found
-
     # "mixed" is for several hosts: there the two processes pass for one on each.
     hosts = [0, 1] if name == "mixed" else [0, 0]
     transport = choose_transport(name, group, device, timeout_s=60, host=rank if name == "mixed" else None)
-    links = measure_links(transport, device, rank, hosts, gather)
+    links = measure_links(transport, device, rank, hosts, partial(gather_over, group))
+    schedule = peer_schedule([[1], [0]], rank, 2, 64)
+    given_TGW = torch.randn(schedule.query_tokens, 2, 64, device=device)
+    (arrived,) = transport.dispatch(schedule, [Outgoing(QUERY, given_TGW)], 0).wait()
+    home_TGW = torch.zeros_like(given_TGW)
+    transport.give_back(schedule, [Returning(QUERY, arrived.clone(), home_TGW)], 0).wait()
+    if not torch.equal(home_TGW, given_TGW):
+        raise RuntimeError("what came back of the exchange differs from what was sent")
     transport.close()
     dist.barrier()
     print(f"{(links.inside or links.between or 0.0) / 1e9:.3g} GB/s")

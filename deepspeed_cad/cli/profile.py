@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from deepspeed_cad.cli.progress import progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.exchange.links import measure_links
-from deepspeed_cad.exchange.probe import choose_transport, host_number
+from deepspeed_cad.exchange.probe import choose_transport, gather_over, host_number
 from deepspeed_cad.kernels.interface import KernelNeed
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.planner.plan import HeadShape
@@ -149,12 +150,7 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
         assert world is not None
         tell("measuring links")
         transport = choose_transport(args.transport, world, device)
-
-        def gather(value: int) -> list[int]:
-            found = [0] * dist.get_world_size()
-            dist.all_gather_object(found, value, group=cpu_group)
-            return found
-
+        gather = partial(gather_over, cpu_group)
         links = measure_links(transport, device, dist.get_rank(), gather(host_number()), gather)
         dist.barrier(cpu_group)
         transport.close()

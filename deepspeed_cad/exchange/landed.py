@@ -157,6 +157,8 @@ class LandingTransport(Transport):
         shapes = tuple((f.kind, int(f.served.shape[1]), f.served.dtype) for f in fields)
         addresses, landed = self._prepare(tables, back, schedule.landed_rows, shapes)
         for row, f in zip(addresses, fields):
+            if len(f.served) != schedule.served_rows[self.rank, f.kind] or not f.served.is_contiguous():
+                raise CADError(f"rank {self.rank}: a served tensor of shape {tuple(f.served.shape)} cannot be returned")
             row[1:4] = f.served.data_ptr(), row[4], row[4]
         under_way = self._start(self._back, [f.served for f in fields], moment, nano_batch, True, schedule)
         self._push(under_way, tables.give_back, addresses, back, (self._out, lane.dispatch))

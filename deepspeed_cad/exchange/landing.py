@@ -10,8 +10,8 @@ stream that is current then. For a dispatch that is the training stream, which h
 "flag p ≥ n", n a dispatch, means that p is done with all it did before. A return may start on another stream: the
 training stream waits for that before it places what came back. Where ways are apart, flag p is the one of the way of n.
   Dispatch: one area per lane. What landed is read before its return starts, on the same stream; so the area is free at
-  a peer whose flag has reached that return. Only where dispatches follow each other without a return (links are timed
-  so), a second area takes turns with the first, and is free at a peer whose flag has reached the last dispatch.
+  a peer whose flag has reached that return. Only where dispatches follow each other without a return (timed links, and
+  `Spanning.bring`), a second area takes turns with the first: free where a flag has reached the last dispatch.
   Return: one area per lane. A return must be waited for before the next dispatch starts whose return takes its lane
   (checked), so the area is free at a peer whose flag has reached that dispatch.
 """

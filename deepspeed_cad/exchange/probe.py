@@ -74,7 +74,7 @@ def choose_transport(
     where `name` is a transport that does not work here."""
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
-    gather = agree or partial(_gather_over, group)
+    gather = agree or partial(gather_over, group)
     host = host_number() if host is None else host
     hosts = gather(host) if name != "c10d" else []
     refusals: list[str] = []
@@ -220,7 +220,7 @@ def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud
         )
 
 
-def _gather_over(group: Group, value: int) -> list[int]:
+def gather_over(group: Group, value: int) -> list[int]:
     found = [0] * size_of(group)
     dist.all_gather_object(found, value, group=processes_of(group))
     return found

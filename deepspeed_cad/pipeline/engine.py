@@ -31,12 +31,11 @@ from deepspeed.runtime.pipe.schedule import (
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
-from deepspeed_cad.integrations.deepspeed.block import find_config
+from deepspeed_cad.integrations.deepspeed.block import find_config, write_statistics
 from deepspeed_cad.integrations.pipeline import install_attention
 from deepspeed_cad.integrations.recurrent import find_recurrent
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.pipeline.step import PipelineBinding
-from deepspeed_cad.report.statistics import write_statistics
 from deepspeed_cad.session import open_session
 from deepspeed_cad.shares import Replica
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -151,29 +150,3 @@ def _sum(*loads: Floats) -> Floats:
     for one in loads:
         total[: one.size] += one
     return total
-
-
-# In DeepSpeed's monitor: TensorBoard, WandB, CSV, Comet, whatever the JSON turned on.
-
-
-def report_statistics(engine: Any, session: Any) -> None:
-    """Write CAD's figures after every optimizer step, beside the engine's own."""
-    step = engine.step
-
-    @wraps(step)
-    def step_and_report(*args: Any, **kwargs: Any) -> Any:
-        boundary = engine.is_gradient_accumulation_boundary()
-        result = step(*args, **kwargs)
-        if boundary:
-            write_statistics(engine, session)
-        return result
-
-    engine.step = step_and_report
-
-
-def write_statistics(engine: Any, session: Any) -> None:
-    """Write what happened since the last time, on rank 0, where a monitor is on."""
-    monitor = getattr(engine, "monitor", None)
-    if monitor is not None and monitor.enabled and engine.global_rank == 0:
-        figures = session.take_statistics("monitor").as_events()
-        monitor.write_events([(f"Train/{name}", value, engine.global_samples) for name, value in figures.items()])

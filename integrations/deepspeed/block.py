@@ -1,4 +1,5 @@
-"""Where the "cad" block stands: reads the config of a call of `deepspeed.initialize` as DeepSpeed would.
+"""Where the "cad" block stands: reads the config of a call of `deepspeed.initialize` as DeepSpeed would. And CAD's
+figures in DeepSpeed's monitor.
 
 In: the arguments of the call. Out: the config as a mapping, and its "cad" block or `ABSENT`. Imports neither torch nor
 deepspeed, and changes nothing.
@@ -10,6 +11,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -95,3 +97,26 @@ def read_config(config: Any) -> Mapping:
     except (OSError, ValueError, binascii.Error, ImportError):
         return {}
     return read if isinstance(read, Mapping) else {}
+
+
+def report_statistics(engine: Any, session: Any) -> None:
+    """Write CAD's figures after every optimizer step, beside the engine's own."""
+    step = engine.step
+
+    @wraps(step)
+    def step_and_report(*args: Any, **kwargs: Any) -> Any:
+        boundary = engine.is_gradient_accumulation_boundary()
+        result = step(*args, **kwargs)
+        if boundary:
+            write_statistics(engine, session)
+        return result
+
+    engine.step = step_and_report
+
+
+def write_statistics(engine: Any, session: Any) -> None:
+    """Write what happened since the last time, on rank 0, where a monitor is on."""
+    monitor = getattr(engine, "monitor", None)
+    if monitor is not None and monitor.enabled and engine.global_rank == 0:
+        figures = session.take_statistics("monitor").as_events()
+        monitor.write_events([(f"Train/{name}", value, engine.global_samples) for name, value in figures.items()])

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.deepspeed.block import find_config
+from deepspeed_cad.integrations.deepspeed.block import find_config, report_statistics
 
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
-from deepspeed_cad.report.statistics import report_statistics
 from deepspeed_cad.session import current_session
 from deepspeed_cad.shares import TWICE, Replica
 from deepspeed_cad.version import refuse_old_packages

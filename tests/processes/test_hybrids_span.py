@@ -224,11 +224,11 @@ def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: boo
     moved: list[int] = []
 
     def counted(own: Any, leaves: str) -> Any:
-        def call(self: Any, schedule: Any, layer: int, tensors: Any, backward: bool) -> Any:
+        def call(self: Any, schedule: Any, layer: int, tensors: Any, backward: bool, **lane: int) -> Any:
             rows = int(getattr(schedule, leaves)[:, ROWS].sum())
             moving = [one[0] if isinstance(one, tuple) else one for one in tensors]
             moved.append(rows * sum(one.shape[-1] * one.element_size() for one in moving))
-            return own(self, schedule, layer, tensors, backward)
+            return own(self, schedule, layer, tensors, backward, **lane)
 
         return call
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import training
-from deepspeed_cad.integrations import padding
 from padded import assert_same, loss_and_gradients, padded
 from transformers import MistralConfig, MistralForCausalLM, set_seed
 
@@ -45,9 +44,8 @@ def _shifted(batch: dict[str, torch.Tensor], *counted: int) -> dict[str, torch.T
     return {**batch, "shift_labels": labels}
 
 
-def test_labels_that_do_not_count_padding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_that_do_not_count_padding(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is said of them; nor of FlashAttention, which gives padding zeros as well."""
-    monkeypatch.setattr(padding, "_told", set())
     model = deepspeed_cad.apply(training.tiny_llama(attn_implementation="sdpa"), {}).train()
     right = padded([24, 9], "right", "masked")
     for batch in (right, _shifted(right), padded([24, 9], "left", "masked")):
@@ -70,8 +68,7 @@ def test_labels_that_count_padding(case: str) -> None:
         deepspeed_cad.apply(model, {}).train()(**batch, use_cache=False)
 
 
-def test_one_line_where_nobody_knows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padding, "_told", set())
+def test_one_line_where_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
     model = deepspeed_cad.apply(training.tiny_llama(attn_implementation="sdpa"), {}).train()
     for _ in range(2):
         loss_and_gradients(model, padded([24, 9], "right", "none"))

@@ -44,7 +44,7 @@ THROUGH = {
     "api", "config", "errors", "function", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
     "shares", "kernels.interface", "exchange.failure.roll_call",
     "ahead.loader", "ahead.step", "ahead.feed", "ahead.documents", "attention.microbatch", "attention.nano_batches",
-    "attention.layer", "attention.spanning", "pipeline.engine", "report.statistics",
+    "attention.layer", "attention.spanning", "pipeline.engine",
 }  # fmt: skip
 """All that `integrations` may import of the rest."""
 STARTS = {"pipeline", "cli", "api", "run", "launch"}
