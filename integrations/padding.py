@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_cad.ahead.documents import MASK, batch_shape
 from deepspeed_cad.attention.microbatch import MicroBatch
-from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.layout import PADDING
 from deepspeed_cad.notice import notice
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ _told: WeakSet[Any] = WeakSet()
 def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str, Any]) -> None:
     """Refuse a forward whose labels count rows of padding that the model's attention would not give zeros; say once
     that nobody knows. `given`: what the decoder was called with."""
-    padded = find_padding(micro_batch.local(), *batch_shape(given))
-    if padded is None:
+    padded = (micro_batch.local().positions() == PADDING).reshape(batch_shape(given))
+    if not padded.any():
         return
     mask: Any = given.get(MASK)
     hidden = mask is not None and not (mask.ndim == 2 and bool(mask.all()))
@@ -57,18 +57,10 @@ def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str,
     elif counted is None and masked and not rank and binding not in _told:
         _told.add(binding)
         notice(
-            f"rows of padding get zeros from attention, as from FlashAttention; {own} would let them attend. Nobody "
-            "told CAD the labels: keep padding out of the loss, as attention_mask says it. A model that is loaded with "
-            'attn_implementation="flash_attention_2" is the same with and without CAD'
+            f"rows of padding get zeros from attention, as from FlashAttention; {own} would let them attend. CAD sees "
+            "no labels here, so it cannot tell whether the loss leaves padding out, as it must. A model that is loaded "
+            'with attn_implementation="flash_attention_2" gets zeros without CAD, too'
         )
-
-
-def find_padding(local: LocalSegments, batch: int, width: int) -> Bools | None:
-    """[batch, width] where this rank has no tokens; None where it has no padding."""
-    padded = np.ones(batch * width, bool)
-    for begin, end, offset in local.to_array():
-        padded[offset : offset + end - begin] = False
-    return padded.reshape(batch, width) if padded.any() else None
 
 
 def counts(padded_BS: Bools, given: Mapping[str, Any]) -> bool | None:
