@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_cad.integrations.structure import decoder_layers
 from transformers import TrainerCallback
 
+from deepspeed_cad.session import current_session
+
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
 
@@ -28,7 +30,11 @@ class CADCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """The figures as a sentence."""
         last = state.log_history[-1] if state.log_history else {}
-        if state.is_world_process_zero and "cad/saved_s" in last:
+        if not state.is_world_process_zero or current_session() is None:
+            return
+        if "cad/saved_s" not in last:
+            logger.info("what CAD saved is not estimated: its costs are not in seconds, or it trained nothing")
+        else:
             logger.info(
                 "CAD saved up to %.1f s: without it each rank would have waited %.1f s for the slowest one's "
                 "attention, with it %.1f s",
