@@ -120,5 +120,6 @@ def _prepare_data_loader(original: Callable[..., Any], self: Any, *args: Any, **
 
 
 wrap_once(Accelerator, "__init__", _init)
-for run in (_prepare, _prepare_model, _prepare_data_loader):
-    wrap_once(Accelerator, run.__name__[1:], run)
+wrap_once(Accelerator, "prepare", _prepare)
+wrap_once(Accelerator, "prepare_model", _prepare_model)
+wrap_once(Accelerator, "prepare_data_loader", _prepare_data_loader)

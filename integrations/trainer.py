@@ -32,8 +32,10 @@ _AHEAD = "_deepspeed_cad_ahead"
 
 def install_trainer_hooks(module: ModuleType) -> None:
     """Wrap the Trainer of the module `transformers.trainer`. Idempotent; called when a model is bound."""
-    for run in (_get_batch_samples, _training_step, _evaluation_loop, _log):
-        wrap_once(module.Trainer, run.__name__[1:], run)
+    wrap_once(module.Trainer, "get_batch_samples", _get_batch_samples)
+    wrap_once(module.Trainer, "training_step", _training_step)
+    wrap_once(module.Trainer, "evaluation_loop", _evaluation_loop)
+    wrap_once(module.Trainer, "log", _log)
 
 
 class _AheadIterator(Iterator[Any]):
