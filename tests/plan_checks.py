@@ -50,8 +50,8 @@ def check_plan(problem: PlanInput, plan: Plan) -> None:
         mean = _common_finish(problem, work)
         over = plan.load[running] > mean * (1 + problem.tolerance + 1e-9)
         under = plan.load[running] < mean * (1 - problem.tolerance - 1e-9)
-        # Whoever begins later than all end has nothing to run.
-        assert not under.any() and not work[running][over].any()
+        # Whoever begins later than all end has nothing to run, but for a row or two that are not worth a task.
+        assert not under.any() and (work[running][over] <= 1e-9 * work.sum()).all()
 
 
 def check_flows(problem: PlanInput, tasks: np.ndarray, flows: Flows) -> None:
