@@ -39,7 +39,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
-from deepspeed_cad.feedback.non_attention import NonAttention
+from deepspeed_cad.feedback.non_attention import Measured, NonAttention, StretchTimes
 from deepspeed_cad.groups import open_groups, share_cost
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
@@ -179,9 +179,8 @@ class Session:
         share = ALL if self.servers.at_start else SHARE
         memory = MemoryLimit(given, self.device, lambda: counts.backwards > 0, pauses, share)
 
-        def take_stretches(model: int) -> tuple[list[float], list[float]]:
-            times = counts.stretch_times.get(model)
-            return ([], []) if times is None else times.take()
+        def take_stretches(model: int) -> Measured:
+            return counts.stretch_times.get(model, StretchTimes()).take()
 
         return Learned(links, memory, NonAttention(crew.trainers, take_stretches, pauses))
 

@@ -67,6 +67,11 @@ class DeviceSchedule:
         return any(wave.served or wave.half_local for wave in self.waves)
 
     @property
+    def moves(self) -> bool:
+        """Whether anything lands on any rank; the same on all."""
+        return any(wave.host.served_rows.any() for wave in self.waves)
+
+    @property
     def query_tokens(self) -> int:
         return self.waves[0].host.query_tokens
 

@@ -94,7 +94,7 @@ class CallSetup:
     schedule: DeviceSchedule
     kernel: Kernel
     transport: Transport | None
-    """None: a group of one rank, nothing to exchange."""
+    """None: nothing is exchanged."""
     rule: MaskRule
     modes: Modes
     counts: CallCounts

@@ -5,7 +5,8 @@ A stretch lies between two attentions of one micro-batch, or of one nano-batch w
 which O of a layer is complete at home to the dispatch of the next layer; in the backward, from dQ, dK and dV of a layer
 to the dispatch of the layer before. Nothing else runs on the trainer meanwhile. CUDA events on a GPU, read without
 waiting; the clock on a CPU. In: these moments, from attention calls. Out: seconds per token of every trainer, equal on
-all of them. A model has numbers of its own. Stretches in which a GPU waits for its host are left out.
+all of them. A model has numbers of its own. Small models are launched more slowly than they run, and ranks differ in
+that by chance: where GPUs wait for their hosts, all trainers count as equally fast.
 """
 
 import threading
@@ -20,8 +21,9 @@ import torch
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.plan import Floats
 
-Measured = tuple[list[float], list[float]]
-"""Seconds per token and layer of the stretches that ended: forward and backward."""
+Measured = tuple[list[float], list[float], list[bool]]
+"""Of the stretches that ended: seconds per token and layer, forward and backward; of each, whether its GPU waited for
+its host."""
 Moment = Any
 """An event on a GPU's current stream, or seconds of the clock."""
 MOST = 4096
@@ -33,6 +35,7 @@ class _Stretch(NamedTuple):
     end: Moment
     tokens: int
     backward: bool
+    waited: bool
 
 
 class StretchTimes:
@@ -42,13 +45,14 @@ class StretchTimes:
         self._stretches: deque[_Stretch] = deque(maxlen=MOST)
         self._lock = threading.Lock()
 
-    def add(self, begin: Moment, end: Moment, tokens: int, backward: bool) -> None:
+    def add(self, begin: Moment, end: Moment, tokens: int, backward: bool, waited: bool) -> None:
         with self._lock:
-            self._stretches.append(_Stretch(begin, end, tokens, backward))
+            self._stretches.append(_Stretch(begin, end, tokens, backward, waited))
 
     def take(self) -> Measured:
-        """Seconds per token of the stretches that ended since this was called last: forward and backward ones."""
-        found: Measured = ([], [])
+        """Of the stretches that ended since this was called last."""
+        found: tuple[list[float], list[float]] = ([], [])
+        waited: list[bool] = []
         with self._lock:
             while self._stretches:
                 one = self._stretches[0]
@@ -56,7 +60,8 @@ class StretchTimes:
                     break
                 self._stretches.popleft()
                 found[one.backward].append(_seconds(one.begin, one.end) / one.tokens)
-        return found
+                waited.append(one.waited)
+        return *found, waited
 
 
 class Stretches:
@@ -77,9 +82,9 @@ class Stretches:
         if opened is None or opened[:2] != (layer + (1 if backward else -1), backward) or not self._tokens:
             return
         begin = opened[2]
-        # A GPU that is past the begin of this stretch already waits for its host, whose time is not the GPU's.
-        if isinstance(begin, float) or not begin.query():
-            self._times.add(begin, self._now(), self._tokens, backward)
+        # A GPU that is past the begin already has nothing left to run.
+        waited = not isinstance(begin, float) and begin.query()
+        self._times.add(begin, self._now(), self._tokens, backward, waited)
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":
@@ -97,13 +102,17 @@ PICOSECONDS = 1e12
 GAIN = 0.5
 """Share of a measured difference that is made up for at once. A choice: the first steps compile and allocate, and after
 five reports 97 % of what they left is forgotten."""
+WAITS = 0.25
+"""Share of stretches, of any trainer, from which on GPUs count as waiting for their hosts. A choice: layers of large
+models wait next to never, those of small ones nearly always."""
 
 
 class NonAttention:
     """Of all trainers; a Reporter."""
 
-    columns = 3
-    """Whether it pauses; picoseconds per token and layer forward, backward; 0 for nothing measured."""
+    columns = 4
+    """Whether it pauses; picoseconds per token and layer forward, backward; 0 for nothing measured; the share of
+    stretches with a GPU that waited, in thousandths."""
 
     def __init__(self, trainers: int, take: Callable[[int], Measured], pauses: Callable[[], bool]) -> None:
         """`take` gives what this rank measured of a model since the last call. `pauses`: while it holds on any trainer,
@@ -111,18 +120,23 @@ class NonAttention:
         self._trainers, self._take, self._pauses = trainers, take, pauses
         self._each: dict[int, Floats] = {}
         """By model, seconds per token of every trainer ([2, trainers]: forward, backward), 0 where not known."""
+        self._waited: dict[int, Floats] = {}
+        """[trainers] share of stretches."""
         self._paused: dict[int, bool] = {}
 
     def report(self, model: int) -> Ints:
-        each = [middle(seconds) for seconds in self._take(model)]
-        return np.array([self._pauses(), *(round(seconds * PICOSECONDS) for seconds in each)], np.int64)
+        *each, waited = self._take(model)
+        seconds = [round(middle(one) * PICOSECONDS) for one in each]
+        return np.array([self._pauses(), *seconds, 1000 * sum(waited) // max(len(waited), 1)], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
         self._paused[model] = bool(reports[:, 0].any())
         each = self._each.get(model, np.zeros((2, self._trainers)))
-        measured = reports[:, 1:].T / PICOSECONDS
+        measured = reports[:, 1:3].T / PICOSECONDS
         smooth = np.where(each > 0, each + GAIN * (measured - each), measured)
         self._each[model] = np.where(measured > 0, smooth, each)
+        waited = self._waited.get(model, np.zeros(self._trainers))
+        self._waited[model] = waited + GAIN * (reports[:, 3] / 1000 - waited)
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] seconds per token of one layer; None where not known, and while paused.
@@ -136,7 +150,8 @@ class NonAttention:
         if not complete.any():
             return None
         total = each.sum(0)
-        return np.where(complete, total, total[complete].mean())
+        own = complete & (self._waited[model].max() < WAITS)
+        return np.where(own, total, total[complete].mean())
 
 
 def middle(values: list[float]) -> float:

@@ -1,7 +1,7 @@
-"""FlashAttention in its four libraries: `flash_attn.cute` (4), `flash_attn_interface` (3), `flash_attn` (2), and torch.
+"""FlashAttention in its three libraries: `flash_attn.cute` (4), `flash_attn` (2), and torch.
 
-Libraries have LSE as [H, Q], of which a transposed view goes in and out; else shapes are as in interface.py. Compiled
-libraries take the same arguments but for a few, and each call is given those that its version has.
+Libraries have LSE as [H, Q], of which a transposed view goes in and out; else shapes are as in interface.py. Versions
+of FlashAttention-2 take the same arguments but for a few, and each call is given those that its version has.
 """
 
 import functools
@@ -53,50 +53,10 @@ class FlashAttention(Kernel):
         return None
 
 
-class _Compiled(FlashAttention):
-    module: str
-    functions: tuple[str, str]
-
-    def forward(
-        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
-        out_QHV: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        found = self._call(self.functions[0], (q_QHD, k_KGD, v_KGV), sequences, rule, return_softmax=False)
-        # (out, lse, …); (out, q, k, v, out_padded, lse, …) before FlashAttention 2.7.
-        return found[0], found[1 if len(found) == 4 else 5].t()
-
-    def backward(
-        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
-        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
-    ) -> Three:  # fmt: skip
-        qkv = q_QHD, k_KGD, v_KGV
-        dq, dk, dv = made = new_gradients(qkv)
-        self._call(
-            self.functions[1], qkv, sequences, rule, dout=do_QHV, out=o_QHV, softmax_lse=lse_QH.t().contiguous(),
-            dq=dq, dk=dk, dv=dv, deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        return made
-
-    def _call(self, name: str, qkv: Three, sequences: Sequences, rule: MaskRule, **more: Any) -> Any:
-        # FlashAttention's (left, right): how many keys beside its own a row reads; −1 for no limit.
-        left, right = (-1, -1) if rule.window is None else (rule.window - 1, 0)
-        given = dict(
-            q=qkv[0], k=qkv[1], v=qkv[2],
-            cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
-            max_seqlen_q=sequences.max_q, max_seqlen_k=sequences.max_k, softmax_scale=rule.scale,
-            causal=rule.window is None, is_causal=rule.window is None,
-            window_size=(left, right), window_size_left=left, window_size_right=right,
-            softcap=rule.softcap or 0.0, dropout_p=0.0, alibi_slopes=None, **more,
-        )  # fmt: skip
-        function = getattr(try_import(self.module)[0], name)
-        return function(**{argument: value for argument, value in given.items() if argument in _accepted(function)})
-
-
-class FlashAttention2(_Compiled):
+class FlashAttention2(FlashAttention):
     """Ampere and newer; any mask; value heads of the size of query heads."""
 
     name, module = "flash_attn_2", "flash_attn.flash_attn_interface"
-    functions = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
 
     def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
         module, missing = try_import(self.module)
@@ -110,25 +70,38 @@ class FlashAttention2(_Compiled):
             )
         return None
 
+    def forward(
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
+        out_QHV: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        found = self._call("_flash_attn_varlen_forward", (q_QHD, k_KGD, v_KGV), sequences, rule, return_softmax=False)
+        # (out, lse, …); (out, q, k, v, out_padded, lse, …) before FlashAttention 2.7.
+        return found[0], found[1 if len(found) == 4 else 5].t()
 
-class FlashAttention3(_Compiled):
-    """Hopper; any mask; value heads of the size of query heads."""
+    def backward(
+        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
+    ) -> Three:  # fmt: skip
+        qkv = q_QHD, k_KGD, v_KGV
+        dq, dk, dv = made = new_gradients(qkv)
+        self._call(
+            "_flash_attn_varlen_backward", qkv, sequences, rule, dout=do_QHV, out=o_QHV, dq=dq, dk=dk, dv=dv,
+            softmax_lse=lse_QH.t().contiguous(), deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return made
 
-    name, module, least_capability = "flash_attn_3", "flash_attn_interface", (9, 0)
-    functions = "_flash_attn_forward", "_flash_attn_backward"
-
-    def refuse_more(self, need: KernelNeed, capability: tuple[int, int]) -> str | None:
-        if capability[0] != 9:
-            return "it has kernels for Hopper GPUs only"
-        if need.deterministic and need.head_dim > 192:
-            return "its gradients are not deterministic with heads above 192"
-        module, missing = try_import(self.module)
-        if module is None:
-            return missing
-        backward = getattr(module, self.functions[1], None)
-        if backward is None or "cu_seqlens_q" not in _accepted(backward):
-            return "this version of flash_attn_interface has no backward for sequences of different lengths"
-        return None
+    def _call(self, name: str, qkv: Three, sequences: Sequences, rule: MaskRule, **more: Any) -> Any:
+        # FlashAttention's (left, right): how many keys beside its own a row reads; −1 for no limit.
+        left, right = (-1, -1) if rule.window is None else (rule.window - 1, 0)
+        given = dict(
+            q=qkv[0], k=qkv[1], v=qkv[2],
+            cu_seqlens_q=sequences.cu_q, cu_seqlens_k=sequences.cu_k,
+            max_seqlen_q=sequences.max_q, max_seqlen_k=sequences.max_k, softmax_scale=rule.scale,
+            causal=rule.window is None, window_size=(left, right), window_size_left=left, window_size_right=right,
+            softcap=rule.softcap or 0.0, dropout_p=0.0, alibi_slopes=None, **more,
+        )  # fmt: skip
+        function = getattr(try_import(self.module)[0], name)
+        return function(**{argument: value for argument, value in given.items() if argument in _accepted(function)})
 
 
 class FlashAttention4(FlashAttention):

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention3, FlashAttention4, TorchVarlen
+from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention4, TorchVarlen
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
 
 logger = logging.getLogger("deepspeed_cad")
 
-KERNELS: tuple[Kernel, ...] = (FlashAttention4(), FlashAttention3(), FlashAttention2(), TorchVarlen(), TorchMath())
+KERNELS: tuple[Kernel, ...] = (FlashAttention4(), FlashAttention2(), TorchVarlen(), TorchMath())
 """In the order in which "auto" tries them; none holds any state."""
 
 

@@ -42,6 +42,22 @@ def test_same_as_each_document_alone(workers: WorkerPool) -> None:
     assert results[0]["before"] > 1.3 > 1.05 > results[0]["after"] and sum(r["sent"] for r in results) > 0
 
 
+def _even_and_not(rank: int, world: int, overlap: str) -> list[int]:
+    """Exchanges of micro-batches of which only the second has anything to move."""
+    reference, model = training.tiny_llama(), deepspeed_cad.apply(training.tiny_llama(), BLOCK | {"overlap": overlap})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    counts = []
+    for lengths in ([70, 26], LENGTHS[world][rank], [96]):
+        training.step_as_alone(model, reference, training.documents(lengths, seed=rank))
+        counts.append(deepspeed_cad.current_session().transport.exchanges)
+    return counts
+
+
+@pytest.mark.parametrize(("overlap", "parts"), [("local_first", 1), ("interleave", 2)])
+def test_nothing_is_exchanged_where_nothing_moves(workers: WorkerPool, overlap: str, parts: int) -> None:
+    assert workers.run(_even_and_not, 2, overlap) == [[0, 8 * parts, 8 * parts]] * 2
+
+
 def _ddp(rank: int, world: int, overlap: str) -> int:
     reference, own = training.tiny_llama(), [training.documents(LENGTHS[2][one], seed=one) for one in range(world)]
     wrapped = DistributedDataParallel(deepspeed_cad.apply(training.tiny_llama(), BLOCK | {"overlap": overlap}))

@@ -12,7 +12,7 @@ from cases import document_attention
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.kernels import flash, registry, torch_math
-from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention3
+from deepspeed_cad.kernels.flash import FlashAttention2
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -125,11 +125,10 @@ def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
     [
         ({"dtype": torch.float32}, (9, 0), dict.fromkeys(names()[:-1], "float32")),
         ({"head_dim": 60, "value_dim": 60}, (9, 0), dict.fromkeys(names()[:-1], "size 60")),
-        ({}, (8, 0), {"flash_attn_4": "8.0", "flash_attn_3": "8.0"}),
+        ({}, (8, 0), {"flash_attn_4": "8.0"}),
         ({}, (7, 5), {"flash_attn_2": "7.5", "torch_varlen": "7.5"}),
-        ({"value_dim": 128}, (9, 0), dict.fromkeys(("flash_attn_3", "flash_attn_2", "torch_varlen"), "128")),
+        ({"value_dim": 128}, (9, 0), dict.fromkeys(("flash_attn_2", "torch_varlen"), "128")),
         ({"softcap": True}, (9, 0), {"torch_varlen": "soft-cap"}),
-        ({}, (10, 0), {"flash_attn_3": "Hopper"}),
         ({"head_dim": 192, "value_dim": 192}, (10, 0), {"flash_attn_4": "192"}),
         ({"deterministic": True}, (12, 0), {"flash_attn_4": "deterministic"}),
         ({"head_dim": 264, "value_dim": 264}, (9, 0), dict.fromkeys(names()[:-1], "multiples of 8 up to 256")),
@@ -184,13 +183,18 @@ def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch
         assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
 
 
-@pytest.mark.parametrize("kernel, first", [(FlashAttention2(), (None,) * 4), (FlashAttention3(), ())], ids=("2", "3"))
+@pytest.mark.parametrize("first", [(None,) * 4, ()], ids=("old", "new"))
 @pytest.mark.parametrize("window", [None, 5])
-def test_compiled_libraries_get_and_give_what_they_name(
-    kernel: FlashAttention2, first: tuple[None, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+def test_flash_attention_2_gets_and_gives_what_its_version_names(
+    first: tuple[None, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins of an old FlashAttention-2, which gives six things back, and of 3."""
-    math, rule, sequences = TorchMath(), MaskRule(0.3, window, 2.0), sequences_of([(3, 9), (4, 4)])
+    """A stand-in; old versions give six things back."""
+    kernel, math, rule, sequences = (
+        FlashAttention2(),
+        TorchMath(),
+        MaskRule(0.3, window, 2.0),
+        sequences_of([(3, 9), (4, 4)]),
+    )
 
     def read(cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, causal: bool, left: int, softcap: float) -> tuple:
         assert causal == (window is None)
@@ -210,7 +214,7 @@ def test_compiled_libraries_get_and_give_what_they_name(
         for into, x in zip((dq, dk, dv), math.backward(dout, q, k, v, out, softmax_lse.t(), *given)):
             into.copy_(x)
 
-    module = types.SimpleNamespace(**dict(zip(kernel.functions, (forward, backward))))
+    module = types.SimpleNamespace(_flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward)
     monkeypatch.setattr(flash, "try_import", lambda name: (module, "") if name == kernel.module else None)
     torch.manual_seed(0)
     q, do, k, v = (torch.randn(rows, heads, 8) for rows, heads in ((7, 4), (7, 4), (13, 2), (13, 2)))
