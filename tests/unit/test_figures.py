@@ -233,6 +233,16 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
          "split of all work would. The full row alone takes {:.2f} s a step without its attention, and CAD's steps "
          "took {:.2f} to {:.2f} s", "h100x2/train_heavy_64k_2r_rows_100_60_5d16fe3.json", unevenly_full),
     ],
+    "is-it-for-me": [
+        ("the median of 200 steps was {:.2f} s without CAD and {:.2f} s with it", "h100x2/finetune_f0d67c3.json",
+         lambda r: (r["median_s"]["off"], r["median_s"]["on"])),
+        ("losses differed by at most {:.2f}, and by {:.4f} in 50 steps after a resume", "h100x2/finetune_f0d67c3.json",
+         lambda r: (r["largest_difference_of_losses"], r["resumed_differs_by"])),
+    ],
+    "models": [
+        ("the delta nets took {:.2f} s of a step, and {:.2f} s where each GPU had its half",
+         "h100x2/hybrid_long_f0d67c3.json", lambda r: [r["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]),
+    ],
     "architecture": [
         ("which made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
          lambda r: (min(r["seconds"]["cad"]) / min(r["seconds"]["plain:kept"]),)),
