@@ -45,6 +45,23 @@ _ALONE = {torch.float64: 1e-3, torch.float32: 2e-2, torch.float16: 5e-2, torch.b
 Ints = npt.NDArray[np.int64]
 
 
+class _Take(torch.autograd.Function):
+    """`index_select` of rows that are chosen once each, or need no gradient: its own backward adds atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        ctx.given = x.shape, dim, index
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        shape, dim, index = ctx.given
+        return gradient.new_zeros(shape).index_copy_(dim, index, gradient), None, None
+
+
+take: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] = _Take.apply
+
+
 def find_borders(local: LocalSegments, batch: int, width: int) -> Ints:
     """[pieces + 1] rows of the flattened batch at which state begins anew, and the end. Every batch row begins anew and
     every document does. Padding behind a document goes on with its state, as in the model itself; nobody reads it

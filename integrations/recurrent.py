@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_way
+from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_way, take
 from deepspeed_cad.integrations.spanning import run_over_ranks
 from deepspeed_cad.integrations.structure import has_cache, inside_wrappers, mix_in, name_layer
 from torch import nn
@@ -213,10 +213,10 @@ def _run_spanning(
     parts = []
     if len(whole):
         mask = None if mask_1T is None else mask_1T.index_select(1, whole)
-        parts.append(call.run(way, borders.whole(), flat_1TD.index_select(1, whole), mask))
-    rows = run_over_ranks(call.module, call.whole, flat_1TD.index_select(1, spanning), borders.spanning)
+        parts.append(call.run(way, borders.whole(), take(flat_1TD, 1, whole), mask))
+    rows = run_over_ranks(call.module, call.whole, take(flat_1TD, 1, spanning), borders.spanning)
     parts.append(rows[:, : len(borders.spanning.rows)])
-    return torch.cat(parts, dim=1).index_select(1, place)
+    return take(torch.cat(parts, dim=1), 1, place)
 
 
 def _choose(call: _Call, inside: _Inside, hidden_BSD: torch.Tensor, label: str) -> Way:
@@ -306,7 +306,7 @@ class _Call:
         wide, rows = borders.gapped(self.gap, device)
         blank = hidden_1TD.new_zeros(1, wide.width, hidden_1TD.shape[-1])
         output = self._varlen(wide, blank.index_copy(1, rows, hidden_1TD), attention_mask=None)
-        return output.index_select(1, rows)
+        return take(output, 1, rows)
 
     def _varlen(self, borders: Borders, hidden_1TD: torch.Tensor, **told: Any) -> torch.Tensor:
         cumulative, longest = borders.cumulative(hidden_1TD.device), max(borders.lengths)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed_cad.integrations.borders import take
 from deepspeed_cad.integrations.structure import name_layer
 from torch import nn
 
@@ -103,9 +104,9 @@ def _convolve(
     before, rows_TC = spanning.before(weight.shape[-1] - 1), x_1CT[0].T
     came = spanning.bring(before, layer, rows_TC)
     blank = rows_TC.new_zeros(1, rows_TC.shape[1])
-    joined = torch.cat([blank, rows_TC, came]).index_select(0, before.joined)
+    joined = take(torch.cat([blank, rows_TC, came]), 0, before.joined)
     output: torch.Tensor = own(joined.T[None].contiguous(), *args, **kwargs)
-    return output.index_select(2, before.own)
+    return take(output, 2, before.own)
 
 
 def _run_kernel(

@@ -196,7 +196,7 @@ def _try_transport(name: str) -> list[Finding]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-            )
+            )  # fmt: skip
             for rank in range(2)
         ]
         try:
@@ -279,12 +279,9 @@ def try_autoload() -> list[Finding]:
         Path(folder, "deepspeed", "__init__.py").write_text("def initialize(args=None, config=None): pass\n")
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
-            [sys.executable, "-c", _AUTOLOAD],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
+            [sys.executable, "-c", _AUTOLOAD], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
             timeout=_TIMEOUT_S,
-        )
+        )  # fmt: skip
     if done.returncode:
         return [Finding("autoload", False, f"importing deepspeed fails: {_last_line(done.stderr)}", remedy)]
     if done.stdout.strip() != "True":
