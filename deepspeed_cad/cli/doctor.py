@@ -36,7 +36,6 @@ PACKAGES = {
 TRANSPORTS = ("c10d", "nccl", "mixed", "nvlink")
 
 _TIMEOUT_S = 120
-_WIDTH = 16
 
 # Libraries of the accelerator may abort while the interpreter closes down.
 _EXCHANGE = """
@@ -86,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
         lines = [f"deepspeed_cad {__version__}, Python {platform.python_version()} ({sys.executable})"]
         for name, findings in report.items():
             lines += ["", name + (", each tried" if name in ("kernels", "transports") else "")]
-            lines += [f"  {'ok' if one.ok else '--'}  {one.name:{_WIDTH}} {one.detail}" for one in findings]
+            lines += [f"  {'ok' if one.ok else '--'}  {one.name:16} {one.detail}" for one in findings]
         print("\n".join([*lines, "", summary]))
     return 0 if works else 1
 
