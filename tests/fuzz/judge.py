@@ -61,10 +61,10 @@ def may(case: Case) -> list[set[str]]:
     last = [(plant.epoch, plant.at) == (trains(case, rank) or [None])[-1] for rank in range(case.world)]
     if plant.kind == "backward" and everywhere:
         return [end | {"error"} for end in ends]
-    # Ranks that train no more than what comes before it never meet it.
+    # Ranks that train no more than what comes before it never meet it, nor those that nothing comes to in their last.
     met = everywhere or trains(case, plant.rank).index((plant.epoch, plant.at)) < common
     return [
-        {"right", "error"} if last[rank] and here[rank] else {"error"} if met or here[rank] else ends[rank] | {"error"}
+        {"right", "error"} if last[rank] else {"error"} if met or here[rank] else ends[rank] | {"error"}
         for rank in range(case.world)
     ]
 
