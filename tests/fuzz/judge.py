@@ -52,13 +52,13 @@ def may(case: Case) -> list[set[str]]:
         return [{"error"} if mine else {"right", "error"} for mine in here]
     if plant.kind == "positions":
         return [{"error"} if mine else end | {"error"} for mine, end in zip(here, ends)]
+    last = [(plant.epoch, plant.at) == (trains(case, rank) or [None])[-1] for rank in range(case.world)]
     if plant.kind == "loader" or not plant.caught:
         # Others that need nothing more of this rank are right. One that lost its peers first does not get so far.
-        others = {"right", "error"} if plant.kind == "loader" else {"error"}
-        return [{"planted", "error"} if mine else others for mine in here]
+        others = [{"right", "error"} if plant.kind == "loader" or end else {"error"} for end in last]
+        return [{"planted", "error"} if mine else other for mine, other in zip(here, others)]
     if plant.kind == "loss" and everywhere:
         return ends
-    last = [(plant.epoch, plant.at) == (trains(case, rank) or [None])[-1] for rank in range(case.world)]
     if plant.kind == "backward" and everywhere:
         return [end | {"error"} for end in ends]
     # Ranks that train no more than what comes before it never meet it, nor those that nothing comes to in their last.
