@@ -53,6 +53,7 @@ class Gathered:
     """[trainers] per token outside attention; None: not known."""
     links: Speeds | None
     backward: bool = True
+    hosts_pace: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +113,14 @@ class Plans:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn_of_links()
         turn, self.turn = self.turn, self.turn + 1
-        stretch_times = None
-        if self.learned.non_attention is not None:
+        stretch_times, known, hosts_pace = None, self.learned.non_attention, False
+        if known is not None:
             stretch_times = self.counts.stretch_times.setdefault(model, StretchTimes())
+            hosts_pace = known.hosts_pace(model)
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in
         # another order.
-        gathered = Gathered(turn, layout, None if cut is None else cut[: crew.trainers], seconds, self.links, backward)
+        cut = None if cut is None else cut[: crew.trainers]
+        gathered = Gathered(turn, layout, cut, seconds, self.links, backward, hosts_pace)
         widened, ticks, orders = self._ticks(gathered, crew)
         micro_batch = MicroBatch(
             self.gatherer.shares.replica, widened, ticks, self.device, partial(self.plan_tick, gathered, crew),
@@ -282,6 +285,9 @@ class Plans:
             # Nano-batches hide from each other when they begin.
             if gathered.cut is not None:
                 return None
+            if gathered.hosts_pace:
+                # The tolerance is then one of whole layers.
+                return Starts(gathered.seconds * tick.query_tokens)
             cost = self._cost(gathered, key)
             begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, crew.speeds)
             return None if begin is None else Starts(begin)

@@ -7,9 +7,6 @@ index tensors for transports that pack, made once per schedule.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +16,6 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.transport import Outgoing
 from deepspeed_cad.schedule import HOME, SERVER, Schedule
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +68,11 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
         return
     if not add and placement.depth > 1:
         raise CADError(f"{placement.depth} rows came back for one row of an output, which only one task may write")
-    (_triton_place() if home.is_cuda else _place_by_index)(placement, landed, served, home, add)
-
-
-@functools.cache
-def _triton_place() -> Callable[..., None]:
-    try:
-        from deepspeed_cad.exchange.placement_triton import place as kernel
-    except ImportError as error:
-        logger.warning("returned rows are placed by torch index operations, which is slower: %s", error)
-        return _place_by_index
-    return kernel
+    if home.is_cuda:
+        from deepspeed_cad.exchange.placement_triton import place as kernel  # triton comes with torch for GPUs
+    else:
+        kernel = _place_by_index
+    kernel(placement, landed, served, home, add)
 
 
 def _place_by_index(

@@ -6,7 +6,8 @@ which O of a layer is complete at home to the dispatch of the next layer; in the
 to the dispatch of the layer before. Nothing else runs on the trainer meanwhile. CUDA events on a GPU, read without
 waiting; the clock on a CPU. In: these moments, from attention calls. Out: seconds per token of every trainer, equal on
 all of them. A model has numbers of its own. Small models are launched more slowly than they run, and ranks differ in
-that by chance: where GPUs wait for their hosts, all trainers count as equally fast.
+that by chance: where GPUs wait for their hosts, all trainers count as equally fast, and plans leave attention where it
+is unless that makes a whole layer uneven.
 """
 
 import threading
@@ -150,8 +151,12 @@ class NonAttention:
         if not complete.any():
             return None
         total = each.sum(0)
-        own = complete & (self._waited[model].max() < WAITS)
+        own = complete & (not self.hosts_pace(model))
         return np.where(own, total, total[complete].mean())
+
+    def hosts_pace(self, model: int) -> bool:
+        """Whether layers take as long as their launching."""
+        return model in self._waited and bool(self._waited[model].max() >= WAITS)
 
 
 def middle(values: list[float]) -> float:
