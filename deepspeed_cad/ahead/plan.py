@@ -286,8 +286,8 @@ class Plans:
             if gathered.cut is not None:
                 return None
             if gathered.hosts_pace:
-                # The tolerance is then one of whole layers.
-                return Starts(gathered.seconds * tick.query_tokens)
+                # Which is the same for any number of tokens; the tolerance is then one of whole layers.
+                return Starts(np.full(tick.ranks, (gathered.seconds * tick.query_tokens).mean()))
             cost = self._cost(gathered, key)
             begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, crew.speeds)
             return None if begin is None else Starts(begin)
