@@ -51,9 +51,9 @@ class DeviceSchedule:
     """Whether two local batches read the same key rows of the same group: their dK/dV add up."""
     padding: Tensor
     """Rows of the query buffer without a task."""
-    keys_return_often: bool = False
+    keys_return_often: bool
     """Whether dK and dV of the same rows and group come back in several waves: waves were cut by rows."""
-    beside: bool = False
+    beside: bool
     """Whether served batches run on a stream of their own."""
 
     @property

@@ -49,13 +49,13 @@ class SurvivingCall(AttentionCall):
         super().__init__(make_setup())
         self.make_setup, self.servers = make_setup, servers
         self._set_up_for = servers.generation
-        self._left_by = -1
+        self._left_by: int | None = None
         """The generation with which its forward ran."""
         self._steps: list[Step] = []
         """Of the pass that runs, as far as they were asked for."""
         self._attempt: AttentionCall | None = None
         """At these steps; None where servers are lost with which it began."""
-        self._began_with = -1
+        self._began_with: int | None = None
         """The generation of the attempt."""
 
     def start_forward(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None) -> None:
@@ -102,7 +102,7 @@ class SurvivingCall(AttentionCall):
         self.make_setup = _never
 
     def _begin(self, step: Step) -> None:
-        self.state, self._steps, self._attempt, self._began_with = Pass(), [], None, -1
+        self.state, self._steps, self._attempt, self._began_with = Pass(), [], None, None
         self._take(step)
 
     def _take(self, step: Step) -> Any:

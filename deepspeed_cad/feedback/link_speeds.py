@@ -96,7 +96,7 @@ class LinkSpeeds:
         # All bytes over all seconds: a slow rank weighs as long as others wait for it, a late packet hardly at all.
         measured = moved.sum() / max(float(seconds.sum()), 1e-9)
         self._speeds[kind] = float(np.clip(speed ** (1 - GAIN) * measured**GAIN, SLOWER * first, FASTER * first))
-        self._seconds[kind], self._bytes[kind], self._heard[kind] = 0.0, 0.0, 0
+        self._seconds[kind] = self._bytes[kind] = self._heard[kind] = 0
 
     def _warn(self, kind: int, first: float, speeds: np.ndarray) -> None:
         slow = [rank for rank, speed in enumerate(speeds) if 0 < speed < first / ALARMING]
