@@ -56,8 +56,6 @@ class Segments:
     def find(self, document: Ints, row: Ints, rank: Ints) -> tuple[Ints, Ints]:
         """Begin and end of the segments in which ranks hold rows of documents ([n] each); −1 where they do not."""
         own = self.select(np.flatnonzero(self.begin < self.end))
-        if not len(own):
-            return np.full(len(document), -1), np.full(len(document), -1)
         order = np.lexsort((own.begin, own.document))
         # Numbers that sort like (document, position): positions are below 2^31.
         first, wanted = own.document[order] << 32 | own.begin[order], document << 32 | row

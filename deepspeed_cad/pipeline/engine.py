@@ -238,7 +238,7 @@ def _refuse_block(config: CADConfig) -> None:
 
 def _refuse_module(module: Any, config: Mapping[str, Any]) -> None:
     """ZeRO stages that DeepSpeed itself refuses, pipelines of another kind, and stages without a layer."""
-    zero = (config.get("zero_optimization") or {}).get("stage", 0)
+    zero = (config.get("zero_optimization") or {}).get("stage")
     if isinstance(zero, int) and zero > 1:
         raise CADUnsupportedError(
             f'"zero_optimization": stage {zero} with a PipelineModule: DeepSpeed reduces gradients of ZeRO-2 and '
