@@ -20,7 +20,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 UNSEEN = (ast.Raise, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.JoinedStr)
 """What is left as it is: texts, and what decides only about them."""
-SYMMETRIC = ("max", "min", "maximum", "minimum", "array_equal", "isclose", "gcd")
+SYMMETRIC = ("max", "min", "maximum", "minimum", "array_equal", "isclose", "gcd", "suppress")
 """Functions for which the order of arguments cannot matter."""
 
 
@@ -138,7 +138,7 @@ def _instead(node: Any, condition: bool) -> Iterator[tuple[str, ast.AST]]:
             yield "loop", ast.Continue()
         case ast.Continue():
             yield "loop", ast.Break()
-        case ast.FunctionDef() | ast.AsyncFunctionDef():
+        case ast.FunctionDef() | ast.AsyncFunctionDef() if len(node.body) > 1 or not isinstance(node.body[0], ast.Expr):
             returns = [one for one in ast.walk(node) if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom)]
             if not any(getattr(one, "value", None) for one in returns):
                 yield "early return", _with(node, body=[ast.Return(None), *node.body])
