@@ -60,6 +60,7 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.rstrip().split("\n")
     assert "  --  deepspeed        not installed" in lines
+    assert [line for line in lines if "tried" in line] == ["kernels, each tried", "transports, each tried"]
     assert "works here: kernels torch_math; transports c10d; autoload active" in lines[-1]
     assert lines[-1].endswith("to get what is missing: deepspeed: pip install it")
     assert doctor.summarise(doctor.examine()) == lines[-1]
@@ -100,6 +101,21 @@ def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
 def test_autoload_that_is_turned_off_is_reported(monkeypatch) -> None:
     monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
     assert "turned off" in doctor.try_autoload()[0].detail
+
+
+def test_autoload_is_tried_in_another_python(monkeypatch) -> None:
+    monkeypatch.delenv("DEEPSPEED_CAD_AUTOLOAD", raising=False)
+    for code, out, said in (0, "True", "active"), (0, "False", "not active"), (1, "True", "importing deepspeed fails"):
+        done = SimpleNamespace(returncode=code, stdout=out, stderr="")
+        monkeypatch.setattr(doctor.subprocess, "run", lambda *_, done=done, **given: done)
+        (found,) = doctor.try_autoload()
+        assert found.detail.startswith(said) and found.name == "autoload" and found.ok == (not found.remedy)
+
+
+def test_transports_that_cannot_be_tried(monkeypatch) -> None:
+    for ok, said in (True, "NCCL; not tried, because this process sees one GPU"), (False, "NCCL"):
+        monkeypatch.setattr("deepspeed_cad.exchange.probe.probe", lambda name, ok=ok: (ok, "NCCL"))
+        assert doctor._try_transport("nccl") == [Finding("nccl", ok, said)]
 
 
 @pytest.mark.parametrize(

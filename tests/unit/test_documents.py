@@ -114,6 +114,12 @@ def test_documents_that_span_ranks(told: dict[str, Any]) -> None:
     assert read(5, **told, position_ids=torch.tensor([[4, 8, 9, 0, 1]])) == [[4, 5, 0], [8, 10, 1], [0, 2, 3]]
 
 
+def test_a_batch_without_tokens_is_one_of_padding() -> None:
+    for shape in (0, 8), (2, 0):
+        found = read_documents({"input_ids": torch.zeros(shape)}).local
+        assert (found.tokens, len(found.begin)) == (1, 0)
+
+
 def _shown(query: int, key: int) -> torch.Tensor:
     mask = BLOCKS.clone()
     mask[0, 0, query, key] ^= True
@@ -143,7 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attention_mask and position_ids disagree: token 7 of batch row 0",
     ),
     "lengths beyond the row": ({"cu_seqlens": torch.tensor([0, 17])}, r"cu_seqlens \[0, 17\] must start at 0"),
-    "a hole": ({"attention_mask": (ON != 5).long()}, "hides tokens before token 6 of batch row 0.*at position 6"),
+    "holes": ({"attention_mask": (ON % 6 != 5).long()}, "hides tokens before token 6 of batch row 0.*at position 6"),
     "a number twice": ({"attention_mask": NUMBERS % 2 + 1}, r"attention_mask\[0, 10\] goes back to document 2"),
     "a negative number": ({"attention_mask": NUMBERS - 2}, r"attention_mask\[0, 0\] is -1: expected 0 for padding"),
     "zeros and numbers": (

@@ -3,6 +3,7 @@
 import logging
 import types
 from importlib import metadata
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from cases import document_attention
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.kernels import flash, registry, torch_math
-from deepspeed_cad.kernels.flash import FlashAttention2
+from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention4
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -120,6 +121,9 @@ def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
         choose("fast", need())
 
 
+LIBRARY = types.SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=None)  # of FlashAttention-4
+
+
 @pytest.mark.parametrize(
     "changes, capability, texts",
     [
@@ -133,6 +137,12 @@ def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
         ({"deterministic": True}, (12, 0), {"flash_attn_4": "deterministic"}),
         ({"head_dim": 264, "value_dim": 264}, (9, 0), dict.fromkeys(names()[:-1], "multiples of 8 up to 256")),
         ({"head_dim": 256, "value_dim": 256, "softcap": True}, (10, 0), {"flash_attn_4": "no soft-cap with heads"}),
+        ({"head_dim": 256, "value_dim": 256, "softcap": True}, (11, 0), {"flash_attn_4": ""}),
+        ({"head_dim": 192, "value_dim": 128}, (10, 0), {"flash_attn_4": ""}),
+        ({"head_dim": 128, "value_dim": 136}, (11, 0), {"flash_attn_4": "sizes (128, 136)"}),
+        ({"head_dim": 128, "value_dim": 128}, (11, 0), {"flash_attn_4": "", "flash_attn_2": ""}),
+        ({"head_dim": 128, "value_dim": 136}, (12, 0), {"flash_attn_4": ""}),
+        ({"softcap": True}, (12, 0), {"flash_attn_4": "neither soft-cap nor"}),
     ],
 )
 def test_refusals_name_what_is_missing(
@@ -140,10 +150,12 @@ def test_refusals_name_what_is_missing(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(flash, "try_import", lambda name: (LIBRARY, ""))
+    monkeypatch.setattr(flash, "_version", lambda: flash.OLDEST)
     for kernel in KERNELS:
         if kernel.name in texts:
-            reason = kernel.refuse(need(device=torch.device("cuda", 0), **changes))
-            assert reason is not None and texts[kernel.name] in reason, (kernel.name, reason)
+            reason, text = kernel.refuse(need(device=torch.device("cuda", 0), **changes)) or "", texts[kernel.name]
+            assert text in reason and bool(text) == bool(reason), (kernel.name, reason)
 
 
 def test_every_backend_is_tried() -> None:
@@ -183,18 +195,21 @@ def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch
         assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
 
 
+def test_a_library_without_what_is_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = [types.SimpleNamespace(**{name: None}) for name in vars(LIBRARY)]
+    for module, said in *((one, "has not the functions") for one in half), (None, "is not installed"):
+        monkeypatch.setattr(flash, "try_import", lambda name, module=module: (module, "is not installed"))
+        assert said in str(FlashAttention4().refuse_more(need(), (9, 0)))
+
+
+@pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention4()], ids=("2", "4"))
 @pytest.mark.parametrize("first", [(None,) * 4, ()], ids=("old", "new"))
 @pytest.mark.parametrize("window", [None, 5])
-def test_flash_attention_2_gets_and_gives_what_its_version_names(
-    first: tuple[None, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+def test_libraries_get_and_give_what_they_name(
+    kernel: Any, first: tuple[None, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in; old versions give six things back."""
-    kernel, math, rule, sequences = (
-        FlashAttention2(),
-        TorchMath(),
-        MaskRule(0.3, window, 2.0),
-        sequences_of([(3, 9), (4, 4)]),
-    )
+    """Stand-ins; old versions of 2 give six things back, and 4 writes all where it is told."""
+    math, rule, sequences = TorchMath(), MaskRule(0.3, window, 2.0), sequences_of([(3, 9), (4, 4)])
 
     def read(cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, causal: bool, left: int, softcap: float) -> tuple:
         assert causal == (window is None)
@@ -214,8 +229,18 @@ def test_flash_attention_2_gets_and_gives_what_its_version_names(
         for into, x in zip((dq, dk, dv), math.backward(dout, q, k, v, out, softmax_lse.t(), *given)):
             into.copy_(x)
 
+    def cute(q, k, v, *kept, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+             window_size_left, window_size_right, softcap, **into):  # type: ignore[no-untyped-def]  # fmt: skip
+        assert min(max_seqlen_q, max_seqlen_k) > flash.ONE_TILE and window_size_right == (None if causal else 0)
+        given = read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left, softcap)
+        if not kept:
+            into["out"][:], into["lse"].t()[:] = math.forward(q, k, v, *given)
+            return
+        into["dq"][:], into["dk"][:], into["dv"][:] = math.backward(kept[1], q, k, v, kept[0], kept[2].t(), *given)
+
     module = types.SimpleNamespace(_flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward)
-    monkeypatch.setattr(flash, "try_import", lambda name: (module, "") if name == kernel.module else None)
+    monkeypatch.setattr(flash, "try_import", lambda name: (module, "") if name == FlashAttention2.module else None)
+    monkeypatch.setattr(flash, "_cute", lambda: types.SimpleNamespace(_flash_attn_fwd=cute, _flash_attn_bwd=cute))
     torch.manual_seed(0)
     q, do, k, v = (torch.randn(rows, heads, 8) for rows, heads in ((7, 4), (7, 4), (13, 2), (13, 2)))
     o, lse = kernel.forward(q, k, v, sequences, rule)

@@ -108,6 +108,13 @@ def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Mod
     return o_THV.unflatten(0, (given[0].shape[0], given[0].shape[2]))
 
 
+def test_a_rank_without_heads_of_a_layer_plans_and_takes_part() -> None:
+    one, given = micro_batch([[6], [4]]), inputs(1, 6)
+    found = attend(descriptor(one), [given[0][:, :0], *given[1:]])
+    assert found.shape == (1, 6, 0, SHAPES["v"][1]) and len(one.planned) == len(one.agree.values) == 1
+    assert not any(x.any() for x in torch.autograd.grad(found.sum(), given))
+
+
 @pytest.mark.parametrize("at", [None, [3]])
 def test_mistakes_name_the_layer(at: list[int] | None) -> None:
     with pytest.raises(CADError, match=f"{LABEL} got 5 tokens where its micro-batch has 6"):

@@ -46,6 +46,11 @@ def test_the_fit_finds_known_coefficients(true: tuple[float, ...], sizes: measur
     assert np.abs(fit.errors).max() < 1e-6
 
 
+def test_gpus_are_measured_in_larger_sizes() -> None:
+    found = [measure.sizes_for(device, quick) for device in (CPU, GPU) for quick in (False, True)]
+    assert found == [measure.CPU, measure.CPU_QUICK, measure.GPU, measure.GPU_QUICK]
+
+
 @pytest.mark.parametrize("measured", [measured_as((0, 0, 0, 0)), measured_as((1.0, 0, 0, 0))[:2]])
 def test_the_fit_refuses_times_that_say_nothing(measured: Any) -> None:
     with pytest.raises(CADError, match="cannot be fitted"), np.errstate(divide="ignore", invalid="ignore"):
