@@ -31,6 +31,8 @@ def test_every_mode_is_foreseen_and_told() -> None:
     assert [one.mode for one in found.found] == list(MODES) and not found.left_out
     assert [words for words in heard if "step 1" in words] == [f"{name}: step 1 of 3" for name in MODES.values()]
     assert all(len(one.steps) == 3 for one in found.found)
+    for one, two in zip(found.found, compare(setting(), [2 * LONG[0]]).found):
+        assert two.inside == pytest.approx(2 * one.inside), "two such micro-batches"
     assert found.best_rival is not None and not found.best_rival.mode.startswith("cad")
     assert all(
         one.mfu * 9.89e14 / one.tokens_per_second > 6 * MODEL.layers * MODEL.layer_parameters for one in found.found

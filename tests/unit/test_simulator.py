@@ -13,8 +13,9 @@ from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
-from deepspeed_cad.forecast.attention import end_of_passes, find_travel, flows_of
+from deepspeed_cad.forecast.attention import PASSES, end_of_passes, find_travel, flows_of, of_documents
 from deepspeed_cad.forecast.bytes_held import (
+    STATE_BYTES,
     WHOLE_LOGITS,
     activation_bytes,
     landing_bytes,
@@ -78,6 +79,12 @@ def test_layers_that_carry_state_are_as_measured() -> None:
     found = modes.foresee_rows(own, "none", np.full((1, 2), 65536.0), np.zeros((2, 1, 2)), False)
     assert found.seconds.total == pytest.approx(np.mean(measured["step_seconds"]), rel=0.01)
     assert found.peak / 2**30 == pytest.approx(measured["peak_GiB"], rel=0.01)
+    # Without checkpointing six layers keep what their kernels take and give, beside the one at work.
+    held = [
+        activation_bytes(replace(own, checkpointing=False, model=one), 1e3)
+        for one in (own.model, replace(MODEL, layers=8))
+    ]
+    assert held[0] - held[1] == pytest.approx(1e3 * 7 * STATE_BYTES * (8192 + 4096))
 
 
 @pytest.mark.parametrize("lengths", [[100], [33, 5, 71, 3], [7, 90, 11, 200, 60]])
@@ -87,18 +94,21 @@ def test_rows_of_layers_that_carry_state_travel_as_schedules_have_them(lengths: 
     own = replace(setting(per_host=2, checkpointing=False), model=replace(MODEL, state=state))
     travel = find_travel(own, layout)
     nobody: Any = None
-    hosts, moved, ran = np.arange(4) // 2, np.zeros(2), np.zeros(4)
+    hosts, moved, ran, spans = np.arange(4) // 2, np.zeros(2), np.zeros(4), 0
     for rank in range(4):
         spanning = Spanning(layout, rank, nobody, 0, torch.device("cpu"))
         (wave,) = spanning.heads(4)
         for slices in wave.schedule.sends:
             moved[int(hosts[slices[HOME]] != hosts[slices[SERVER]])] += slices[ROWS]
+        spans = max(spans, len(spanning.rows))
         ran[rank] = layout.tokens[rank] - len(spanning.rows)
         ran[rank] += sum(tokens * (end - begin) / 4 for tokens, begin, end in wave.shares)
     assert travel is not None
     # Elements of two bytes, a quarter of which is of a group; there and, of gradients, back.
     assert travel.moved == pytest.approx(moved / 4 * 2 * 2)
     assert travel.busiest == pytest.approx(max(1.0, ran.max() / layout.tokens.max()))
+    free = find_travel(replace(own, cluster=Cluster(4, 2, machine(memory_rate=float("inf")))), layout)
+    assert travel.seconds - free.seconds == pytest.approx(2 * PASSES * 2 * spans / own.machine.memory_rate)
 
 
 # Exchanges
@@ -176,6 +186,14 @@ def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: f
 
 
 # CAD
+
+
+def test_as_many_servers_as_have_equally_much_to_do() -> None:
+    layout = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192]] * 16)
+    own = setting(64, 8)
+    attention = float(of_documents(layout, COST).sum()) * own.shape.groups * MODEL.layers
+    other = 64 * float(non_attention(own, np.array([16384.0])).each.sum())
+    assert modes_cad.even_servers(own, layout) == int(64 * attention / (attention + other)) > 1
 
 
 def test_rows_that_are_not_equally_full_get_whole_layers_made_even(monkeypatch: pytest.MonkeyPatch) -> None:
