@@ -11,6 +11,7 @@ import torch
 import trainers
 import training
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
+from deepspeed_cad.integrations.trainer import _may_read_ahead as may_read_ahead
 from engines import import_deepspeed
 from pool import WorkerPool
 
@@ -164,6 +165,14 @@ def test_what_was_saved() -> None:
     assert estimate_savings(binding) == dict(zip(names, (2.0, 3.0, 1.0)))
     session.cost.unit = "pairs"
     assert estimate_savings(binding) == {}
+
+
+def test_a_loader_whose_state_is_saved_is_not_read_ahead() -> None:
+    """It would count what it gave out and nobody trained. Behind the last step nothing follows."""
+    saved = SimpleNamespace(dataloader_config=SimpleNamespace(use_stateful_dataloader=True))
+    for accelerator, step, may in (saved, 1, False), (None, 3, True), (None, 4, False):
+        state = SimpleNamespace(global_step=step, max_steps=5)
+        assert may_read_ahead(SimpleNamespace(accelerator=accelerator, state=state)) is may
 
 
 def _save_and_resume(rank: int, world: int, folder: str) -> None:

@@ -170,10 +170,11 @@ ROW, SEVERAL = RowCut(1, 10, 3), RowCut(3, 10, 10)
         # Positions of several axes; also where there are as many rows as axes.
         (ROW, (3, 1, 10), 2, 3),
         (SEVERAL, (3, 3, 10), 1, 1),
+        (SEVERAL, (3, 3, 10, 4), 0, 1),  # and as many heads
     ],
 )
 def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at: int) -> None:
-    x = torch.arange(math.prod(shape)).view(shape)
+    x = torch.arange(math.prod(shape), dtype=torch.float32 if len(shape) == 4 else torch.int64).view(shape)
     (one, [number]), (other, _) = cut.split((x, [3]))
     assert number == 3
     if dim is None:

@@ -124,7 +124,8 @@ def test_the_cut_knows_servers_layers_and_the_slowest_trainer(linear: list[float
         plans, speeds = session.plans, None if helpers else np.array([0.0, 0.0, 1.0])
         plans.config = CADConfig.from_dict({"granularity": 64, "servers": {"reserved": 1}})
         plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds")
-        plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+        plans.turn, compared = 7, list[int]()
+        plans.gatherer.agree = lambda value, subject: compared.append(subject.index)  # type: ignore[method-assign]
         plans.crew, plans._speeds_at_start = Crew(2, None, None, speeds, Servers(1, 1, helpers)), speeds
         learned = NonAttention(2, lambda model: ([], [], []), lambda: False)
         learned.hear(0, np.array([[0, round(one * 1e12), one > 0, 0] for one in linear or [0, 0]], np.int64))
@@ -132,7 +133,7 @@ def test_the_cut_knows_servers_layers_and_the_slowest_trainer(linear: list[float
         known = plans.open([Announcement(segments_from_cumulative([0, 6000], 6000)) for _ in range(2)], {KEY: 1})
         kinds = [PlanLayers(plans.cost.cost_for(SHAPE), None, 2)]
     layout = known.layout
-    assert layout.ranks == 3 and len(known.ticks) == 2
+    assert layout.ranks == 3 and len(known.ticks) == 2 and compared == [7]
     expected = choose_interleaved_cut(layout, np.ones(3, np.int64), kinds, 1, linear and max(linear), helpers)
     assert expected is not None and known.ticks[0].query_tokens.tolist() == expected.tolist()
     for nano_batch in range(2):

@@ -71,6 +71,7 @@ def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) 
         (STREAM | {"ranks": [[1]]}, "both given"),
         (HEADS, "neither documents"),
         (HEADS | {"ranks": [[1], [2, -1]]}, r"ranks\[1\]\[1\] is -1"),
+        (STREAM | {"documents": [1 << 31]}, r"documents\[0\] is 2147483648; expected a whole number from 0 to 2\^31"),
         (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
         (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
         (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),

@@ -70,6 +70,7 @@ def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) 
         (run.main, ["train.py"], "is not there"),
         (accelerate_cad.main, ["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
         (accelerate_cad.main, ["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
+        (accelerate_cad.main, ["launch", "--cad", '{"servers": {"joined": 1}}', "--no_python", "x"], "keep from"),
         (accelerate_cad.main, ["train"], "usage: accelerate-cad launch"),
     ],
 )
@@ -105,6 +106,12 @@ def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch,
     assert accelerate_cad.main(["launch", *ours, *theirs]) == 0
     assert started == [[sys.executable, "-m", "accelerate.commands.launch", *theirs]]
     assert read_environment() == Request(CADConfig.from_dict(block), asked_by)
+
+
+def test_our_launcher_comes_first_where_ranks_are_reserved() -> None:
+    for module, ours in ([], ["-m", "deepspeed_cad.run"]), (["--module"], ["deepspeed_cad.run", "-m"]):
+        launch, script = ["--num_processes", "2", *module], ["train.py", "--lr", "1"]
+        assert accelerate_cad.insert_run([*launch, *script]) == [*launch, *ours, *script]
 
 
 def test_accelerate_cad_needs_the_hook(started, monkeypatch, capsys) -> None:

@@ -29,6 +29,7 @@ def test_reading_during_a_forward_changes_nothing() -> None:
     """Plans that are made after a reader looked are counted all the same."""
     model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
     session: Any = deepspeed_cad.current_session()
+    assert not any(vars(Statistics()).values())
     seen = []
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(session.statistics))
     training.loss_sum(model, training.pack(training.documents([9, 30], seed=0)))

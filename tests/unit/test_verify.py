@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from deepspeed_cad.integrations.verify import TOLERANCE
+from deepspeed_cad.integrations.verify import TOLERANCE, tolerance
 from model_cases import tiny_model
 
 import deepspeed_cad
@@ -38,6 +38,12 @@ def differences(said: str) -> dict[str, tuple[float, float]]:
 
 def lines(capfd: pytest.CaptureFixture[str]) -> list[tuple[str, ...]]:
     return [found.groups() for found in map(LINE.search, capfd.readouterr().err.splitlines()) if found]
+
+
+def test_products_in_tf32_may_differ_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, precision, expected in ("cuda", "highest", 1e-4), ("cuda", "high", 1e-2), ("cpu", "high", 1e-4):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        assert tolerance(torch.float32, torch.device(place)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

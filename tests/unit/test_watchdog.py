@@ -110,6 +110,13 @@ def test_a_process_whose_wait_cannot_be_ended_ends(frees: bool, at_host: bool) -
         assert f"The {'training thread' if at_host else 'GPU'} could not be freed" in watched.ended[0]
 
 
+def test_a_process_that_ends_says_why_and_where(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: print(code == watchdog.EXIT_CODE))
+    watchdog._end_process("it hangs")
+    out, said = capfd.readouterr()
+    assert out == "True\n" and "most recent call first" in said and said.endswith("_cad: it hangs\n")
+
+
 def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(threads: SimpleNamespace) -> None:
     """What is to free the GPU waits for it too, and has not come back even where the stream stands no more."""
     watched, wait = Watched(10.0), FakeEvent(False)
