@@ -114,6 +114,10 @@ def attention_share(result: Any) -> float:
     return 100 * kept["attention_s_mean"] / sum(kept["step_seconds"])
 
 
+def state_over(result: Any) -> list[float]:
+    return [result["modes"]["cad"]["state_s"] / result["modes"]["dp:kept"]["state_s"]]
+
+
 def exposed(result: Any, mode: str = "cad", of: str = "mean") -> float:
     return 100 * result["modes"][mode]["exposed_exchange_share"][of]
 
@@ -215,6 +219,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
      growth),
 ]  # fmt: skip
+HYBRID = "h100x2/hybrid_long_f0d67c3.json"
 DEALT, PADDED = "h100x2/dealt_chat_4_5d16fe3.json", "h100x2/dealt_chat_4_padded_b1cdf08.json"
 DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "steps": [
@@ -241,8 +246,9 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     ],
     "models": [
         ("the delta nets took {:.2f} s of a step, and {:.2f} s where each GPU had its half",
-         "h100x2/hybrid_long_f0d67c3.json", lambda r: [r["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]),
+         HYBRID, lambda r: [r["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]),
     ],
+    "plan": [("such layers took {:.2f} times what", HYBRID, state_over)],
     "architecture": [
         ("which made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
          lambda r: (min(r["seconds"]["cad"]) / min(r["seconds"]["plain:kept"]),)),
@@ -273,6 +279,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"])),
         ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
          "h200x2/train_prolong_64k_2r_keep_81a8563.json", kept_on_host),
+        ("theirs was {:.2f} (", HYBRID, state_over),
     ],
     "pipeline": [
         (words, f"h200x2/pipeline_pp2_2r_{file}.json", lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))
