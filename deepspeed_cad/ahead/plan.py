@@ -116,7 +116,8 @@ class Plans:
         stretch_times, known, hosts_pace = None, self.learned.non_attention, False
         if known is not None:
             stretch_times = self.counts.stretch_times.setdefault(model, StretchTimes())
-            hosts_pace = known.hosts_pace(model)
+            if hosts_pace := known.hosts_pace(model):
+                self.say_once("GPUs wait for their hosts: attention moves only where whole layers are uneven")
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in
         # another order.
         cut = None if cut is None else cut[: crew.trainers]

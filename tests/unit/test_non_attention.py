@@ -95,9 +95,12 @@ def test_where_gpus_wait_for_their_hosts_all_trainers_count_as_equally_fast() ->
 
 
 @pytest.mark.parametrize(("waited", "pace", "moves"), [(0, 1e-6, True), (1000, 1e-6, False), (1000, 1e-9, True)])
-def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(waited: int, pace: float, moves: bool) -> None:
+def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
+    waited: int, pace: float, moves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of 6000 tokens; attention takes 36 and 18 microseconds."""
     with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
+        caplog.set_level("INFO", "deepspeed_cad")
         plans, learned = session.plans, NonAttention(2, lambda model: ([], [], []), lambda: False)
         plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
         plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
@@ -106,6 +109,7 @@ def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(waited: int, 
         cuts = [0, 6000], [0, 3000, 6000]
         known = plans.open([Announcement(segments_from_cumulative(cut, 6000)) for cut in cuts], {KEY: 1})
     plan = known.planned[KEY, 0].plan
+    assert ("GPUs wait for their hosts" in caplog.text) == bool(waited)
     assert plan.load_before == pytest.approx([3.6e-5, 1.8e-5], rel=1e-3)
     assert plan.load == pytest.approx([2.7e-5] * 2 if moves else plan.load_before, rel=0.06)
 
