@@ -39,7 +39,7 @@ from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
-from deepspeed_cad.feedback.non_attention import NonAttention, StretchTimes
+from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.groups import open_groups, share_cost
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
@@ -178,8 +178,7 @@ class Session:
         given = None if isinstance(self.config.memory, str) else self.config.memory
         share = ALL if self.servers.at_start else SHARE
         memory = MemoryLimit(given, self.device, lambda: counts.backwards > 0, pauses, share)
-        times, count = counts.stretch_times, crew.trainers
-        return Learned(links, memory, NonAttention(count, lambda of: times.get(of, StretchTimes()).take(), pauses))
+        return Learned(links, memory, NonAttention(crew.trainers, lambda of: counts.stretch_times[of].take(), pauses))
 
     @property
     def transport(self) -> Transport | None:

@@ -27,7 +27,7 @@ from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds, Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT, Limit, MemoryLimit
-from deepspeed_cad.feedback.non_attention import NonAttention, StretchTimes
+from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
@@ -54,6 +54,7 @@ class Gathered:
     links: Speeds | None
     backward: bool = True
     hosts_pace: bool = False
+    """Whether layers take as long as their launching, and plans count on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +114,12 @@ class Plans:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn_of_links()
         turn, self.turn = self.turn, self.turn + 1
-        stretch_times, known, hosts_pace = None, self.learned.non_attention, False
+        stretch_times, hosts_pace, known = None, False, self.learned.non_attention
         if known is not None:
-            stretch_times = self.counts.stretch_times.setdefault(model, StretchTimes())
-            if hosts_pace := known.hosts_pace(model):
-                self.say_once("GPUs wait for their hosts: attention moves only where whole layers are uneven")
+            stretch_times = self.counts.stretch_times[model]
+            hosts_pace = seconds is not None and cut is None and crew.servers is None and known.hosts_pace(model)
+        if hosts_pace:
+            self.say_once("GPUs wait for their hosts: attention moves only where whole layers are uneven")
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in
         # another order.
         cut = None if cut is None else cut[: crew.trainers]
@@ -286,8 +288,8 @@ class Plans:
             # Nano-batches hide from each other when they begin.
             if gathered.cut is not None:
                 return None
+            # Launching takes as long whatever the tokens. All of it is given, so the tolerance is one of whole layers.
             if gathered.hosts_pace:
-                # Which is the same for any number of tokens; the tolerance is then one of whole layers.
                 return Starts(np.full(tick.ranks, (gathered.seconds * tick.query_tokens).mean()))
             cost = self._cost(gathered, key)
             begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, crew.speeds)

@@ -310,12 +310,12 @@ class MaskDescriptor:
         schedule, orders = one.schedule(key, nano_batch), None
         if one.orders is not None:
             orders = one.orders.call((number, nano_batch), key, need, rule, modes, has_sinks)
-        # Where nothing moves nobody is met; but servers are told of every exchange.
-        alone = not schedule.moves and one.loaded is not None and len(one.loaded) == one.layout.ranks
+        # Where nothing moves nobody is met; but servers take part in every exchange.
+        meets = schedule.moves or (one.loaded is not None and len(one.loaded) < one.layout.ranks)
         # Between two attentions of nano-batches in turn lies attention of the other one.
         timed = modes.returns and (self.interleaved or self.nano_batch is None)
         return CallSetup(
-            schedule, kernel, None if alone else one.transport, rule, modes, one.counts, nano_batch, label,
+            schedule, kernel, one.transport if meets else None, rule, modes, one.counts, nano_batch, label,
             one.aside if schedule.beside else None, one.turn, number, orders,
             one.stretches(nano_batch) if timed else None,
         )  # fmt: skip

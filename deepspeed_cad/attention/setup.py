@@ -1,6 +1,6 @@
 """What one core-attention call is made of, and its two ways to other ranks. Nothing here changes while it runs."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class CallCounts:
     backwards: int = 0
     replays: int = 0
     waits: Waits = field(default_factory=Waits)
-    stretch_times: dict[int, StretchTimes] = field(default_factory=dict)
+    stretch_times: defaultdict[int, StretchTimes] = field(default_factory=lambda: defaultdict(StretchTimes))
     """What all that is not attention takes, by model."""
     tracer: Tracer | None = None
     """Records a timeline, where one is wanted."""

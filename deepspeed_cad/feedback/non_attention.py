@@ -104,8 +104,8 @@ GAIN = 0.5
 """Share of a measured difference that is made up for at once. A choice: the first steps compile and allocate, and after
 five reports 97 % of what they left is forgotten."""
 WAITS = 0.25
-"""Share of stretches, of any trainer, from which on GPUs count as waiting for their hosts. A choice: layers of large
-models wait next to never, those of small ones nearly always."""
+"""Share of stretches, of any trainer, from which on GPUs count as waiting for their hosts. A choice, which nothing
+measured yet; where it is wrong, layers are as uneven as the tolerance allows."""
 
 
 class NonAttention:

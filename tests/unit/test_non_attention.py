@@ -102,12 +102,15 @@ def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
     with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
         caplog.set_level("INFO", "deepspeed_cad")
         plans, learned = session.plans, NonAttention(2, lambda model: ([], [], []), lambda: False)
-        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
         plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
         plans.crew, plans.learned = Crew(2, None, None, None), Learned(non_attention=learned)
         learned.hear(0, np.array([[0, pace * 5e11, pace * 5e11, waited]] * 2, np.int64))
         cuts = [0, 6000], [0, 3000, 6000]
-        known = plans.open([Announcement(segments_from_cumulative(cut, 6000)) for cut in cuts], {KEY: 1})
+        announced = [Announcement(segments_from_cumulative(cut, 6000)) for cut in cuts]
+        plans.open(announced, {KEY: 1})
+        assert not caplog.text, "pairs cannot be compared with seconds"
+        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
+        known = plans.open(announced, {KEY: 1})
     plan = known.planned[KEY, 0].plan
     assert ("GPUs wait for their hosts" in caplog.text) == bool(waited)
     assert plan.load_before == pytest.approx([3.6e-5, 1.8e-5], rel=1e-3)
