@@ -195,7 +195,7 @@ def _try_transport(name: str) -> list[Finding]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-            )  # fmt: skip
+            )
             for rank in range(2)
         ]
         try:

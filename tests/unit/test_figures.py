@@ -241,7 +241,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "is-it-for-me": [
         ("the median of 200 steps was {:.2f} s without CAD and {:.2f} s with it", "h100x2/finetune_f0d67c3.json",
          lambda r: (r["median_s"]["off"], r["median_s"]["on"])),
-        ("losses differed by at most {:.2f}, and by {:.4f} in 50 steps after a resume", "h100x2/finetune_f0d67c3.json",
+        ("differed by at most {:.2f}, and by {:.4f} in 50 steps after a resume", "h100x2/finetune_f0d67c3.json",
          lambda r: (r["largest_difference_of_losses"], r["resumed_differs_by"])),
     ],
     "models": [
@@ -279,7 +279,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"])),
         ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
          "h200x2/train_prolong_64k_2r_keep_81a8563.json", kept_on_host),
-        ("theirs was {:.2f} (", HYBRID, state_over),
+        ("{:.2f} was measured (", HYBRID, state_over),
     ],
     "pipeline": [
         (words, f"h200x2/pipeline_pp2_2r_{file}.json", lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))
