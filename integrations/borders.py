@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,12 @@ class Borders:
         place = np.argsort(np.concatenate([whole, inside]))
         of = {"whole": whole, "inside": inside if len(inside) else np.zeros(1, np.int64), "place": place}
         return tuple(self._upload(what, rows, device) for what, rows in of.items())  # type: ignore[return-value]
+
+    @cached_property
+    def all_span(self) -> bool:
+        """Whether all rows are in documents that span ranks, and lie in their order."""
+        assert self.spanning is not None
+        return np.array_equal(self.spanning.rows, np.arange(self.batch * self.width))
 
     def _rows_whole(self) -> Ints:
         assert self.spanning is not None

@@ -209,6 +209,8 @@ def _run_spanning(
                 f"{_WHOLE}"
             )
         )
+    if borders.all_span:
+        return run_over_ranks(call.module, call.whole, flat_1TD, borders.spanning)
     whole, spanning, place = borders.order(flat_1TD.device)
     parts = []
     if len(whole):

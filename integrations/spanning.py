@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.borders import take
 from deepspeed_cad.integrations.structure import name_layer
 from torch import nn
 
@@ -101,12 +100,15 @@ def _convolve(
 ) -> torch.Tensor:
     """A causal convolution whose pieces have the rows before them in front."""
     weight = args[0] if args else kwargs["weight"]
-    before, rows_TC = spanning.before(weight.shape[-1] - 1), x_1CT[0].T
-    came = spanning.bring(before, layer, rows_TC)
-    blank = rows_TC.new_zeros(1, rows_TC.shape[1])
-    joined = take(torch.cat([blank, rows_TC, came]), 0, before.joined)
+    count, rows_TC = weight.shape[-1] - 1, x_1CT[0].T
+    before = spanning.before(count)
+    blank, came = rows_TC.new_zeros(count, rows_TC.shape[1]), spanning.bring(before, layer, rows_TC)
+    gots, sizes = map(list, zip(*before.pieces))
+    parts = zip(gots, came.split(gots), rows_TC.split(sizes))
+    joined = torch.cat([one for got, ahead, piece in parts for one in (blank[got:], ahead, piece)])
     output: torch.Tensor = own(joined.T[None].contiguous(), *args, **kwargs)
-    return take(output, 2, before.own)
+    pieces = output.split([part for size in sizes for part in (count, size)], dim=2)[1::2]
+    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
 
 
 def _run_kernel(

@@ -66,11 +66,8 @@ class Before(NamedTuple):
     back: Schedule
     sent: Tensor
     """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
-    joined: Tensor
-    """What the convolution runs on, chosen from a blank row, the rows of this rank and those that came, in that order:
-    each piece behind the rows before it, blank ones at the begin of a document."""
-    own: Tensor
-    """Where the rows of this rank lie in that."""
+    pieces: list[tuple[int, int]]
+    """Of each piece of this rank: how many of the rows before it came, and its own rows."""
 
 
 class Spanning:
@@ -91,7 +88,7 @@ class Spanning:
         order = np.lexsort((segments.begin, segments.document))
         pieces = self._pieces = segments.select(order[several[order]])
         self._rank, self._ranks, self._transport, self._turn = rank, layout.ranks, transport, turn
-        self._device, self._memory = device, memory
+        self.device, self._memory = device, memory
         self._sizes = pieces.end - pieces.begin
         self._base, _ = self._in_turn(pieces.rank, self._sizes)
         mine = pieces.rank == rank
@@ -207,28 +204,21 @@ class Spanning:
         return Wave(schedule, shares)
 
     def _look_back(self, count: int) -> Before:
-        pieces, me, n = self._pieces, self._rank, len(self.rows)
+        pieces, me = self._pieces, self._rank
         wanted = pieces.begin - count
         near = (pieces.document[:, None] == pieces.document) & (pieces.end > wanted[:, None])
         at, other = np.nonzero(np.tril(near, -1))
         low = np.maximum(pieces.begin[other], wanted[at])
         size, home, server = pieces.end[other] - low, pieces.rank[other], pieces.rank[at]
         (home_row, sent), (server_row, landed) = self._in_turn(home, size), self._in_turn(server, size)
-        leaves, comes, mine = home == me, server == me, pieces.rank == me
+        leaves, mine = home == me, pieces.rank == me
         first = self._base[other] + low - pieces.begin[other]
-        # Each piece of this rank has `count` rows in front of it.
-        lengths = (count + self._sizes) * mine
-        begin = np.cumsum(lengths) - lengths + count
-        joined = np.zeros(int(lengths.sum()), np.int64)
-        joined[expand(begin[mine], self._sizes[mine])] = 1 + np.arange(n)
-        into = expand((begin[at] + low - pieces.begin[at])[comes], size[comes])
-        joined[into] = 1 + n + expand(server_row[comes], size[comes])
-        # A rank without any has a stand-in of one row.
-        joined = joined if n else np.ones(1, np.int64)
-        own = np.flatnonzero((joined > 0) & (joined <= max(n, 1)))
-        tensors = (self._to_device(one) for one in (expand(first[leaves], size[leaves]), joined, own))
+        got = np.bincount(at, weights=size, minlength=len(pieces.rank)).astype(np.int64)
         out = self._schedule(home, home_row, server, server_row, size, landed)
-        return Before(out, self._schedule(server, server_row, home, home_row, size, sent), *tensors)
+        back = self._schedule(server, server_row, home, home_row, size, sent)
+        rows = torch.from_numpy(expand(first[leaves], size[leaves])).to(self.device)
+        # A rank without any has a stand-in of one row.
+        return Before(out, back, rows, list(zip(got[mine].tolist(), self._sizes[mine].tolist())) or [(0, 1)])
 
     def _in_turn(self, rank: Ints, size: Ints) -> tuple[Ints, Ints]:
         """Where parts begin that lie one behind the other on each rank, and [ranks] rows of all of them."""
@@ -237,9 +227,6 @@ class Spanning:
             here = rank == one
             begin[here] = np.cumsum(size[here]) - size[here]
         return begin, np.bincount(rank, weights=size, minlength=self._ranks).astype(np.int64)
-
-    def _to_device(self, index: Ints) -> Tensor:
-        return torch.from_numpy(index).to(self._device)
 
     def _schedule(
         self, home: Ints, home_row: Ints, server: Ints, server_row: Ints, size: Ints, landed: Ints,

@@ -114,14 +114,14 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
     back = _carry([one.back for one in before], [one[:, None] for one in came])
     assert all((one[:, 0] == other).all() for one, other in zip(sent, back))
     for one, own, ahead in zip(before, rows, came):
-        if not len(own):
-            assert one.joined.tolist() == [1] and one.own.tolist() == [0]
-            continue
-        joined = np.concatenate([[-1], own, ahead])[one.joined.numpy()]
-        for at, position in zip(one.own.numpy(), own):
-            assert joined[at] == position
-            expected = np.maximum(position - count + np.arange(count), -1)
-            assert (joined[at - count : at] == expected).all()
+        parts = one.pieces if len(own) else []
+        gots, sizes = ([part[i] for part in parts] for i in (0, 1))
+        assert one.pieces == (parts or [(0, 1)])
+        assert (sum(gots), sum(sizes)) == (len(ahead), len(own))
+        for got, piece, rows_before in zip(gots, np.split(own, np.cumsum(sizes)), np.split(ahead, np.cumsum(gots))):
+            assert len(piece) and (np.diff(piece) == 1).all()
+            assert got == min(count, piece[0])
+            assert (rows_before == piece[0] - got + np.arange(got)).all()
 
 
 def test_shares() -> None:
