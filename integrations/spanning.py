@@ -7,6 +7,8 @@ heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels, `G` head gro
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,6 +127,8 @@ def _run_kernel(
             f"{name_layer(layer)} called its kernel in a way that CAD does not know ({len(args)} arguments by "
             f"position, {', '.join(sorted(unknown))}), so its state cannot travel. Give every rank whole documents"
         )
+    if spanning.chain is not None and _hands_on(own):
+        return own(*args, **kwargs, cp_context=_as_context(spanning))
     of_heads = {name for name in tensors if axes[name] == "H"}
     of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}
     first = next(iter(of_rows))
@@ -165,6 +169,29 @@ def _run_kernel(
     assert rows_nGw is not None
     whole = _Grouped(rows_nGw, most, axes[first]).ungroup(rows_nGw, groups).contiguous()
     return (whole, *[None] * (len(output) - 1)) if isinstance(output, tuple) else whole
+
+
+def _hands_on(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel hands state from rank to rank: those of flash-linear-attention, which transformers wraps."""
+    if closure := getattr(kernel, "__closure__", None):
+        names = dict(zip(kernel.__code__.co_freevars, closure))
+        kernel = names["implementation"].cell_contents if "implementation" in names else kernel
+    return "cp_context" in inspect.signature(kernel).parameters
+
+
+def _as_context(spanning: Spanning) -> Any:
+    """A chain as flash-linear-attention takes it, made once a micro-batch: it keeps what it derives by identity."""
+    if spanning.context is None:
+        from fla.ops.cp import FLACPContext
+
+        assert spanning.chain is not None
+        sizes, before, behind = spanning.chain
+        cumulative = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+        spanning.context = FLACPContext(
+            group=spanning.group, cu_seqlens=cumulative.to(spanning.device), cu_seqlens_cpu=cumulative,
+            is_first_rank=not before, is_last_rank=not behind, pre_num_ranks=before, post_num_ranks=behind,
+        )  # fmt: skip
+    return spanning.context
 
 
 class _Grouped:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 
 class Kernels:
@@ -45,6 +49,36 @@ class Kernels:
             parts = zip(*(x.split(cuts, dim=1) for x in (q, k, v, g, beta)))
             out = [own(*part[:3], g=part[3], beta=part[4], **kwargs)[0] for part in parts]
             return torch.cat(out, dim=1), None
+
+        self.patch.setattr(self.home, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule)
+        return self
+
+    def chained_delta_rule(self) -> Kernels:
+        """The same with cp_context, which hands state from rank to rank: here each rank runs whole documents."""
+        whole = self.delta_rule().home.torch_chunk_gated_delta_rule
+        context = type("FLACPContext", (), {"__init__": lambda self, **fields: vars(self).update(fields)})
+        self.patch.setitem(sys.modules, "fla.ops.cp", SimpleNamespace(FLACPContext=context))
+
+        def chunk_gated_delta_rule(*given: Any, g: Any, beta: Any, cp_context: Any = None, **how: Any) -> Any:
+            if cp_context is None:
+                return whole(*given, g, beta, **how)
+            rows, cuts = [], []
+            self.calls.append("cp_context")
+            assert cp_context.is_first_rank == (cp_context.pre_num_ranks == 0)
+            assert cp_context.is_last_rank == (cp_context.post_num_ranks == 0)
+            sizes = self._cumulative("cp_context", cp_context.cu_seqlens, *beta.shape[:2])
+            told: Any = [None] * dist.get_world_size(cp_context.group)
+            dist.all_gather_object(told, (sizes, cp_context.pre_num_ranks), group=cp_context.group)
+            tokens = [sum(one) for one, _ in told]
+            for x in (*given, g, beta):
+                blank = x.new_zeros(1, max(tokens) - x.shape[1], *x.shape[2:])
+                parts = all_gather_tensor_autograd(torch.cat([x, blank], dim=1), 0, cp_context.group).split(1)
+                rows.append(torch.cat([part[:, :size] for part, size in zip(parts, tokens)], dim=1))
+            for one, before in told:
+                cuts += [cuts.pop() + one[0], *one[1:]] if before else one
+            ends = torch.tensor([0, *itertools.accumulate(cuts)], dtype=torch.int32)
+            begin = sum(tokens[: dist.get_rank(cp_context.group)])
+            return whole(*rows, **{**how, "cu_seqlens": ends})[0][:, begin : begin + sum(sizes)], None
 
         self.patch.setattr(self.home, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule)
         return self

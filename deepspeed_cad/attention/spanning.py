@@ -23,6 +23,7 @@ from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
+from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.schedule import (
@@ -70,6 +71,17 @@ class Before(NamedTuple):
     """Of each piece of this rank: how many of the rows before it came, and its own rows."""
 
 
+class Chain(NamedTuple):
+    """Documents of which each lies on neighbouring ranks, a piece on each: state may go from rank to rank."""
+
+    sizes: list[int]
+    """Rows of each piece of this rank; one where it has none, for the row that stands in."""
+    before: int
+    """Ranks before this one that hold the document of its first piece."""
+    behind: int
+    """Ranks behind this one that hold the document of its last piece."""
+
+
 class Spanning:
     """All documents in several pieces of one micro-batch, seen from one rank."""
 
@@ -102,6 +114,10 @@ class Spanning:
         self._held = np.zeros((len(names), layout.ranks), np.int64)
         """[documents, ranks] rows."""
         np.add.at(self._held, (of, pieces.rank), self._sizes)
+        self.chain = self._find_chain()
+        """None where documents lie otherwise, the same on all ranks."""
+        self.context: Any = None
+        """What a kernel's package makes of the chain."""
         self._heads: dict[tuple[int, int], list[Wave]] = {}
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
@@ -145,6 +161,21 @@ class Spanning:
         found: Tensor = _Bring.apply(self, before, self._number(layer), came, sent)
         self._came[layer] = found.detach()
         return found
+
+    @property
+    def group(self) -> Group:
+        return self._transport.group
+
+    def _find_chain(self) -> Chain | None:
+        pieces = self._pieces
+        steps, same = np.diff(pieces.rank), np.diff(pieces.document) == 0
+        if (steps < 0).any() or (steps[same] != 1).any():
+            return None
+        if not len(mine := np.flatnonzero(pieces.rank == self._rank)):
+            return Chain([1], 0, 0)
+        of, (first, last) = pieces.document, mine[[0, -1]]
+        before, behind = (of[:first] == of[first]).sum(), (of[last + 1 :] == of[last]).sum()
+        return Chain(self._sizes[mine].tolist(), int(before), int(behind))
 
     def _number(self, layer: Hashable) -> int:
         return self._layers.setdefault(layer, len(self._layers))

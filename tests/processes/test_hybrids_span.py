@@ -154,6 +154,18 @@ def test_kernels_that_take_borders(workers: WorkerPool, kind: str, kernel: str) 
         assert len(calls) == 2 and worst < 1e-10
 
 
+@pytest.mark.parametrize("checkpoint", [None, False])
+def test_state_handed_on(workers: WorkerPool, checkpoint: bool | None) -> None:
+    """Kernels that hand state from rank to rank run all heads of each rank's own rows, where documents lie in turn on
+    neighbouring ranks; also ranks without such rows, and beside documents that lie on one rank."""
+    for world, streams in ((2, [WAVES, [20, 30, 40, 90, 20]]), (3, [STREAM, [50, 110, 20], [60, 20, 40], [4]])):
+        given = {"streams": streams, "kernel": "chained_delta_rule", "checkpoint": checkpoint}
+        for worst, waves, calls in workers.run(_named, world, "qwen3_next", given):
+            assert worst < 1e-10
+            assert waves == []
+            assert "cp_context" in calls
+
+
 def test_waves(workers: WorkerPool) -> None:
     """Where memory is short, what lands comes in parts of each rank's heads; forward and recompute alike."""
     given = {"streams": [WAVES], "checkpoint": False, **EIGHT_HEADS}
