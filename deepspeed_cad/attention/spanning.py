@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.failure.identity import Moment
-from deepspeed_cad.exchange.group import Group
+from deepspeed_cad.exchange.group import processes_of
 from deepspeed_cad.exchange.transport import Outgoing, Returning, Transport
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.schedule import (
@@ -163,8 +164,8 @@ class Spanning:
         return found
 
     @property
-    def group(self) -> Group:
-        return self._transport.group
+    def group(self) -> ProcessGroup:
+        return processes_of(self._transport.group)
 
     def _find_chain(self) -> Chain | None:
         pieces = self._pieces

@@ -154,16 +154,16 @@ def test_kernels_that_take_borders(workers: WorkerPool, kind: str, kernel: str) 
         assert len(calls) == 2 and worst < 1e-10
 
 
-@pytest.mark.parametrize("checkpoint", [None, False])
-def test_state_handed_on(workers: WorkerPool, checkpoint: bool | None) -> None:
+@pytest.mark.parametrize(("checkpoint", "zigzag"), [(None, False), (False, False), (False, True)])
+def test_state_handed_on(workers: WorkerPool, checkpoint: bool | None, zigzag: bool) -> None:
     """Kernels that hand state from rank to rank run all heads of each rank's own rows, where documents lie in turn on
     neighbouring ranks; also ranks without such rows, and beside documents that lie on one rank."""
     for world, streams in ((2, [WAVES, [20, 30, 40, 90, 20]]), (3, [STREAM, [50, 110, 20], [60, 20, 40], [4]])):
         given = {"streams": streams, "kernel": "chained_delta_rule", "checkpoint": checkpoint}
-        for worst, waves, calls in workers.run(_named, world, "qwen3_next", given):
+        for worst, waves, calls in workers.run(_named, world, "qwen3_next", given | {"how": {"zigzag": zigzag}}):
             assert worst < 1e-10
-            assert waves == []
-            assert "cp_context" in calls
+            assert bool(waves) == zigzag
+            assert ("cp_context" in calls) != zigzag
 
 
 def test_waves(workers: WorkerPool) -> None:
