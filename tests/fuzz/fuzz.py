@@ -15,10 +15,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 # As a script, this file's folder is in front: `fuzz` must be the package, not this file.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -70,20 +68,15 @@ class Tally:
             self.failures.append((failure, case))
 
 
-def run_case(
-    workers: WorkerPool, case: Case, role: Callable[..., Played] = play_role, *args: Any
-) -> tuple[str, list[Played | None]]:
-    """Why a case failed (empty: it did not), and what each rank says; None: it gave no answer.
-
-    `role`: what ranks play where there are servers; `args`: to it, too.
-    """
+def run_case(workers: WorkerPool, case: Case) -> tuple[str, list[Played | None]]:
+    """Why a case failed (empty: it did not), and what each rank says; None: it gave no answer."""
     # A rank that is done, or stopped, ends its process: that is what the others notice. DeepSpeed leaves state behind.
     once = any("right" not in ends or len(ends) > 1 for ends in may(case)) or bool(case.stages or case.fates)
     settings = {"timeout": TIMEOUT_S, "grace": TIMEOUT_S, "once": once}
     if case.servers:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         errors, played = workers.try_run(
-            role, case.processes, store.port, case.to_line(), *args, joined=False, mortal=mortal(case), **settings
+            play_role, case.processes, store.port, case.to_line(), joined=False, mortal=mortal(case), **settings
         )  # fmt: skip
     else:
         errors, played = workers.try_run(play, case.world, case.to_line(), **settings)

@@ -1,5 +1,4 @@
-"""Ranks of different speed, measured in place and as reserved servers; what each then gets, exactly. And transfers of
-real ranks, which reach plans as corrections of links.
+"""Ranks of different speed, measured in place and as reserved servers; what each then gets, exactly.
 
 How long a call takes is said by the test: what a clock says depends on who else uses the machine.
 """
@@ -16,8 +15,6 @@ from ports import free_port
 from served import play
 
 import deepspeed_cad
-from deepspeed_cad.exchange.links import Links
-from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.profiles import speed
 
 BLOCK = {"granularity": 16, "tolerance": 0.05, "links": training.LINKS, "kernel": "torch_math"}
@@ -74,24 +71,3 @@ def test_servers_and_trainers_of_different_speed(workers: WorkerPool) -> None:
     assert first == second | {"said": first["said"]} and served.code == 0 < served.micro_batches
     assert first["speeds"] == pytest.approx([times[0] / one for one in times])
     _shares_are_by_speed(first)
-
-
-def _correct(rank: int, world: int) -> tuple[str, Any, Any]:
-    with mock.patch("deepspeed_cad.exchange.probe.measure_links", lambda *given: Links(1e12, None)):
-        model = deepspeed_cad.apply(training.tiny_llama(), {"granularity": 16})
-    session = deepspeed_cad.current_session()
-    # Every transfer counts, however small.
-    session.transport.transfers = session.learned.links._transfers = Transfers(
-        rank, session.plans.crew.hosts.tolist(), 1.0, 1.0
-    )
-    start = session.learned.links.now
-    for _ in range(7):
-        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank], seed=rank))).backward()
-    return session.learned.links.links.source, start, session.learned.links.now
-
-
-def test_transfers_correct_the_links_of_all_ranks(workers: WorkerPool) -> None:
-    first, second = workers.run(_correct, 2)
-    assert first == second
-    source, start, now = first
-    assert source == "measured, corrected" and 0 < now.inside < start.inside, "small transfers are slow ones"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trainers
 import training
-from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
+from deepspeed_cad.integrations.callback import CADCallback
 from deepspeed_cad.integrations.trainer import _may_read_ahead as may_read_ahead
 from engines import import_deepspeed
 from pool import WorkerPool
@@ -153,18 +153,6 @@ def _refusals(rank: int, world: int, folder: str) -> None:
 @pytest.mark.slow
 def test_refusals(fresh_workers: WorkerPool, tmp_path) -> None:
     fresh_workers.run(_refusals, 2, str(tmp_path), timeout=100.0)
-
-
-def test_what_was_saved() -> None:
-    """In seconds of all layers; nothing where the planner counts pairs."""
-    statistics = SimpleNamespace(micro_batches=6, slowest_before=3.0, slowest=2.0, mean=1.5)
-    session = SimpleNamespace(statistics=statistics, cost=SimpleNamespace(unit="seconds"))
-    model = training.sdpa_llama()
-    binding: Any = SimpleNamespace(session=session, feed=SimpleNamespace(keys={"full": 2}), decoder=lambda: model.model)
-    names = "cad/saved_s", "cad/would_have_waited_s", "cad/still_waits_s"
-    assert estimate_savings(binding) == dict(zip(names, (2.0, 3.0, 1.0)))
-    session.cost.unit = "pairs"
-    assert estimate_savings(binding) == {}
 
 
 def test_a_loader_whose_state_is_saved_is_not_read_ahead() -> None:

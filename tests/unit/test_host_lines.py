@@ -16,14 +16,17 @@ from deepspeed_cad.report.statistics import Statistics
 
 
 def test_savings_are_those_of_all_layers() -> None:
-    """Six layers of two kinds: three of each, and the sums count one of each kind."""
+    """Six layers of two kinds: three of each, and the sums count one of each kind. Nothing where plans count pairs."""
     figures = Statistics(micro_batches=4, slowest_before=6.0, slowest=4.5, mean=4.0)
     session = SimpleNamespace(statistics=figures, cost=SimpleNamespace(unit="seconds"))
     decoder = SimpleNamespace(layers=torch.nn.ModuleList(torch.nn.Identity() for _ in range(6)))
     binding: Any = SimpleNamespace(
         session=session, feed=SimpleNamespace(keys=["full", "windowed"]), decoder=lambda: decoder
     )
-    assert list(estimate_savings(binding).values()) == [3 * 1.5, 3 * 2.0, 3 * 0.5]
+    names = "cad/saved_s", "cad/would_have_waited_s", "cad/still_waits_s"
+    assert estimate_savings(binding) == dict(zip(names, (3 * 1.5, 3 * 2.0, 3 * 0.5)))
+    session.cost.unit = "pairs"
+    assert estimate_savings(binding) == {}
 
 
 class OwnLoss(Trainer):

@@ -145,8 +145,3 @@ def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture)
         for forwards in (0, 1, 3):
             check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, scalar), forwards)
     assert [record.message.count("not checked") for record in caplog.records] == [1]
-
-
-def test_another_number_of_tokens() -> None:
-    with pytest.raises(CADUnsupportedError, match="prompt or prefix"):
-        check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(24, causal), 0)

@@ -16,7 +16,6 @@ from test_planner_search import BIG, H200
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, answer, make_plan
 from deepspeed_cad.planner.answer import landing
-from deepspeed_cad.planner.constants import FINER
 from deepspeed_cad.planner.core import Aim, Solution, solve
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
 from deepspeed_cad.planner.question import with_links
@@ -38,11 +37,6 @@ def start(problem: PlanInput, kept: int) -> Solution:
     check_coverage(found.tasks, problem.tick, problem.shape.groups)
     assert check_cuts(found.tasks, problem.tick, problem.granularity) == 0
     return found
-
-
-def even_at_home(problem: PlanInput) -> Solution:
-    """The start at home, made more even, as it is tried where documents lie on many ranks."""
-    return solve(problem, Aim(FINER * problem.tolerance))
 
 
 @pytest.mark.parametrize(("ranks", "shape"), [(4, BIG), (8, BIG), (4, MHA), (16, MHA)])
