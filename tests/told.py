@@ -1,4 +1,4 @@
-"""Micro-batches whose documents are told without position ids, and the same documents run alone."""
+"""Micro-batches whose documents are told without position ids."""
 
 from typing import Any
 
@@ -33,21 +33,3 @@ def told(docs: list[torch.Tensor], form: str) -> dict[str, Any]:
         added = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, lowest)
         batch["attention_mask"] = shown if "bool" in form else added
     return batch
-
-
-def alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of documents that are each run alone, at the positions that they have in the row.
-
-    Only differences of positions count, but rotations are computed in fp32.
-    """
-    model.zero_grad()
-    total, begin = 0.0, 0
-    for doc in docs:
-        if len(doc) > 1:
-            loss = training.loss_sum(
-                model, training.pack([doc]) | {"position_ids": begin + torch.arange(len(doc))[None]}
-            )
-            loss.backward()
-            total += float(loss.detach())
-        begin += len(doc)
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -53,15 +53,20 @@ def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
 
 
-def alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and parameter gradients of documents that are each run alone."""
+def alone(
+    model: torch.nn.Module, docs: list[torch.Tensor], as_in_row: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and parameter gradients of documents that are each run alone. `as_in_row`: at the positions that they have
+    in a row; only differences of positions count, but rotations are computed in fp32."""
     model.zero_grad()
-    total = 0.0
+    total, begin = 0.0, 0
     for doc in docs:
         if len(doc) > 1:
-            loss = loss_sum(model, pack([doc]))
+            one = pack([doc])
+            loss = loss_sum(model, one | {"position_ids": one["position_ids"] + begin * as_in_row})
             loss.backward()
             total += float(loss.detach())
+        begin += len(doc)
     found = gradients(model)
     model.zero_grad()
     return total, found
@@ -79,11 +84,9 @@ def assert_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor], 
         assert (gradient - expected[name]).abs().max() < tolerance * (1 + expected[name].abs().max()), name
 
 
-def step_as_alone(
-    model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor], batch: Any = None
-) -> None:
+def step_as_alone(model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor]) -> None:
     """Forward and backward of documents in one packed row: loss and gradients must be those of each document alone."""
-    loss = loss_sum(model, pack(docs) if batch is None else batch)
+    loss = loss_sum(model, pack(docs))
     loss.backward()
     expected, wanted = alone(reference, docs)
     assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
@@ -143,20 +146,3 @@ def assert_moved(found: list[dict[str, Any]], within: float) -> None:
     """Of all ranks: as each document alone, with attention that was moved and is more even."""
     assert max(max(one["logits"], one["gradients"]) for one in found) < within, found
     assert sum(one["sent"] for one in found) > 0 and found[0]["after"] < found[0]["before"], found
-
-
-def sums_of_all_ranks(loader: Any, model: torch.nn.Module, together: int) -> dict[str, Any]:
-    """Losses and gradients of a loop without an optimizer, summed over ranks, and the shapes of this rank's rows.
-    `together`: micro-batches whose losses are added up."""
-    losses, rows = [], []
-    for batch in loader:
-        loss = loss_sum(model, batch)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        rows.append(tuple(batch["input_ids"].shape))
-    total = torch.tensor(losses, dtype=torch.float64).view(-1, together).sum(1)
-    dist.all_reduce(total)
-    found = gradients(model)
-    for gradient in found.values():
-        dist.all_reduce(gradient)
-    return {"losses": total.tolist(), "gradients": {n: one.numpy() for n, one in found.items()}, "rows": rows}

@@ -7,7 +7,7 @@ import torch
 import training
 from hybrids import difference
 from model_cases import NEW, family, tiny_model
-from told import FORMS, PADDED, alone, told
+from told import FORMS, PADDED, told
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
@@ -19,7 +19,7 @@ LENGTHS = [7, 30, 1, 6]
 @pytest.mark.parametrize("form", FORMS)
 def test_training(form: str, capfd: pytest.CaptureFixture[str]) -> None:
     docs = training.documents(LENGTHS, seed=1)
-    expected, gradients = alone(training.tiny_llama(), docs)
+    expected, gradients = training.alone(training.tiny_llama(), docs, as_in_row=True)
     model = deepspeed_cad.apply(training.tiny_llama(), {"verify": 1}).train()
     loss = training.loss_sum(model, told(docs, form))
     loss.backward()

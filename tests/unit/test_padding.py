@@ -1,24 +1,18 @@
 """Padding: attention gives it zeros; labels that count what comes out there are refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import training
+from model_cases import tiny_model
 from padded import assert_same, loss_and_gradients, padded
-from transformers import MistralConfig, MistralForCausalLM, set_seed
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADDataError
 
-
-def _mistral(dtype: torch.dtype, **more: Any) -> Any:
-    set_seed(0)
-    config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=5, **more,
-    )  # fmt: skip
-    return MistralForCausalLM(config).to(dtype)
+MISTRAL = partial(tiny_model, "mistral", sliding_window=5)
 
 
 @pytest.mark.parametrize("lengths", [[24, 9, 1], [13], [20, 24]])
@@ -26,7 +20,7 @@ def _mistral(dtype: torch.dtype, **more: Any) -> Any:
     ("make", "attention", "side"),
     [
         (training.tiny_llama, "sdpa", "right"), (training.tiny_llama, "sdpa", "left"),
-        (training.tiny_llama, "eager", "right"), (_mistral, "sdpa", "right"), (_mistral, "sdpa", "left"),
+        (training.tiny_llama, "eager", "right"), (MISTRAL, "sdpa", "right"), (MISTRAL, "sdpa", "left"),
     ],
 )  # fmt: skip
 def test_as_without_cad(make: Any, attention: str, side: str, lengths: list[int]) -> None:

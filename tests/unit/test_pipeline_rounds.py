@@ -12,7 +12,8 @@ import pytest
 import torch
 from deepspeed_cad.integrations.pipeline import refuse_dropout
 from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut
-from transformers import AutoConfig, AutoModelForCausalLM
+from model_cases import SMALL, meta_model
+from transformers import AutoConfig
 
 from deepspeed_cad.ahead.announced import StepMessage
 from deepspeed_cad.ahead.documents import Announcement
@@ -122,23 +123,12 @@ def test_keys_cost_backward() -> None:
 # Which models `to_pipeline` cuts: those that are embedding, layers, norm and head, and nothing else.
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
-
-
-def _skeleton(kind: str, **changes: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes}))
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen2", "phi3", "olmo2"])
 def test_models_that_can_be_cut(kind: str) -> None:
-    refuse_uncut(_skeleton(kind, pad_token_id=0))
+    refuse_uncut(meta_model(kind))
 
 
-MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 @pytest.mark.parametrize(
@@ -152,16 +142,16 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 )
 def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CADUnsupportedError, match=words):
-        refuse_uncut(_skeleton(kind, pad_token_id=0, **changes))
+        refuse_uncut(meta_model(kind, **changes))
 
 
 def test_work_of_layers_counts_visited_experts_only() -> None:
-    work = layer_work(_skeleton("qwen3_moe", **MOE, tie_word_embeddings=False))
-    dense = layer_work(_skeleton("qwen3", tie_word_embeddings=False))
-    assert len(work) == SIZES["num_hidden_layers"] + 3
-    assert work[0] == work[-2] == 0 and work[-1] == SIZES["vocab_size"] * SIZES["hidden_size"]
+    work = layer_work(meta_model("qwen3_moe", **MOE, tie_word_embeddings=False))
+    dense = layer_work(meta_model("qwen3", tie_word_embeddings=False))
+    assert len(work) == SMALL["num_hidden_layers"] + 3
+    assert work[0] == work[-2] == 0 and work[-1] == SMALL["vocab_size"] * SMALL["hidden_size"]
     # Two experts as wide as the dense layer's, and the router.
-    assert work[1] - dense[1] == 3 * 48 * 32 + 8 * 32
+    assert work[1] - dense[1] == 3 * 48 * 32 + SMALL["num_experts"] * 32
 
 
 # What a pipeline's engine does around a step or an evaluation that fails: the other ranks must hear of it.
