@@ -127,10 +127,7 @@ def _train_on(place: Place, transport: str, dies_in: str) -> Found:
         used.append("none" if session.transport is None else session.transport.name)
         right, said = judge(trainers, found, *known)
         if not right:
-            return (
-                False,
-                f"step {step}, {servers.members}: {said}",
-            )
+            return (False, f"step {step}, {servers.members}: {said}")
     close_session()
     alone = slice(DIES_AT + 1, 2 * DIES_AT + 1)
     right = servers.members.generation == 2 and servers.members.servers == (ranks + 1,) and servers.repeated > 0

@@ -61,9 +61,7 @@ def _leaves_out(rank: int, world: int, lengths: list[list[int]], seed: int, wait
 
 
 @pytest.mark.parametrize(
-    ("lengths", "seed"),
-    [([[24, 8], [8, 24], [16]], 0), ([[64], [8, 30], [12]], 1)],
-    ids=["same sizes", "other sizes"],
+    ("lengths", "seed"), [([[24, 8], [8, 24], [16]], 0), ([[64], [8, 30], [12]], 1)], ids=["same sizes", "other sizes"]
 )
 @pytest.mark.parametrize("waits", [True, False])
 def test_exchanges_of_different_moments_are_not_taken_for_each_other(

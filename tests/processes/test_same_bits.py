@@ -55,8 +55,7 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
 
 @pytest.mark.parametrize("block", [{}, {"forward_only": "balanced"}], ids=["local", "balanced"])
 @pytest.mark.parametrize(
-    ("dtype", "how"),
-    [("bfloat16", "another model"), ("float32", "a copy"), ("bfloat16", "other wrappers")],
+    ("dtype", "how"), [("bfloat16", "another model"), ("float32", "a copy"), ("bfloat16", "other wrappers")]
 )
 def test_a_policy_and_its_reference(workers: WorkerPool, dtype: str, how: str, block: dict[str, Any]) -> None:
     assert all(sent > 0 for sent, _ in workers.run(_two_models, 3, dtype, block, how))

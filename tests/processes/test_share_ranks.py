@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
 
-WORLD, SHARES = 4, 2
+WORLD, SHARES, AXES = 4, 2, ("dp", "tp")
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50]]
 BLOCK = {"granularity": 8, "tolerance": 0.02, "links": training.LINKS}
 
@@ -215,15 +215,8 @@ def _refused(rank: int, world: int, heads: int, kv_heads: int, divided: int, nam
     ("world", "heads", "kv_heads", "divided", "names", "words"),
     [
         (2, 8, 4, 4, None, r"lie on a mesh without names of shape \[2\].*mesh=mesh"),
-        (
-            4,
-            6,
-            6,
-            2,
-            ("dp", "tp"),
-            "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must",
-        ),
-        (4, 8, 2, 2, ("dp", "tp"), "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
+        (4, 6, 6, 2, AXES, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must"),
+        (4, 8, 2, 2, AXES, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
     ],
 )
 def test_heads_that_are_not_divided_well(

@@ -146,13 +146,9 @@ def _trainer(cad: bool, folder: str) -> list[dict[str, Any]]:
     model = _loaded(folder, torch.float32)
     if cad:
         deepspeed_cad.apply(model, trainers.BLOCK)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "max_grad_norm": 0.0}
     arguments = trainers.training_arguments(
-        folder,
-        max_steps=trainers.STEPS,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=3,
-        max_grad_norm=0.0,
+        folder, max_steps=trainers.STEPS, gradient_accumulation_steps=2, **evaluation
     )
     trainer = Trainer(
         model=model, args=arguments, data_collator=trainers.collate, train_dataset=trainers.PackedRows(48),

@@ -15,9 +15,7 @@ from deepspeed_cad.exchange import native_calls
 from deepspeed_cad.exchange.native_calls import CudaCalls
 from deepspeed_cad.exchange.placement import Placement, place, take
 from deepspeed_cad.native import NativeCallError
-from deepspeed_cad.schedule import (
-    QUERY,
-)
+from deepspeed_cad.schedule import QUERY
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -37,12 +37,7 @@ def test_plans_of_any_kind_are_plans(problem: PlanInput) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    problems(),
-    st.sampled_from(Units),
-    st.floats(0.2, 3),
-    st.sampled_from([-1, 0, 1, 2]),
-)
+@given(problems(), st.sampled_from(Units), st.floats(0.2, 3), st.sampled_from([-1, 0, 1, 2]))
 def test_what_the_core_finds_for_any_aim(problem: PlanInput, units: Units, level: float, kept: int) -> None:
     """With units they come down to a level around the mean."""
     at_home = solve(problem, Aim(UNBOUNDED))

@@ -56,20 +56,6 @@ def test_a_part_of_a_mesh_and_groups_say_as_much() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ([(0, 1), None], "rank 1 passed none as its group"),
-        ([(0, 1), (0, 1), (2,)], r"the groups \[0, 1\], \[2\] do not divide 3 ranks alike"),
-        ([(0, 1), (1, 2), (1, 2)], r"the groups \[0, 1\], \[1, 2\] do not divide 3 ranks alike"),
-    ],
-)
-def test_groups_that_do_not_divide_the_job(said: list[Any], words: str) -> None:
-    for rank in range(len(said)):
-        with pytest.raises(CADConfigError, match=words):
-            replica_of_groups(said, rank)
-
-
-@pytest.mark.parametrize(
     ("grid", "words"),
     [
         (mesh((2, 2)), "the mesh has no names.*mesh_dim_names"),
@@ -92,12 +78,16 @@ def test_meshes_that_say_too_little(grid: Any, words: str) -> None:
         ([Replica((0, 2)), Replica((1,))], "rank 2 is not in the job"),
         ([Replica((1,)), Replica((1,))], "rank 0 is not among the ranks"),
         ([Replica((0,)), Replica((1, 2)), Replica((1, 2))], "among 1 ranks and others among 2"),
+        ([(0, 1), None], "rank 1 passed none as its group"),
+        ([(0, 1), (0, 1), (2,)], r"the groups \[0, 1\], \[2\] do not divide 3 ranks alike"),
+        ([(0, 1), (1, 2), (1, 2)], r"the groups \[0, 1\], \[1, 2\] do not divide 3 ranks alike"),
     ],
 )
-def test_ranks_that_do_not_agree(said: list[Replica], words: str) -> None:
+def test_ranks_that_do_not_agree(said: list[Any], words: str) -> None:
+    """In what they say of their replicas, or of the groups between these."""
     for rank in range(len(said)):
         with pytest.raises(CADConfigError, match=words):
-            Shares.of(said, rank)
+            (Shares.of if isinstance(said[0], Replica) else replica_of_groups)(said, rank)
 
 
 def announce(*positions: list[int]) -> list[Announcement]:

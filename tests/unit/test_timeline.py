@@ -8,17 +8,7 @@ import pytest
 import torch
 
 from deepspeed_cad.cli import main
-from deepspeed_cad.trace import (
-    ASIDE,
-    COMPUTE,
-    NOT_TRACED,
-    STEP,
-    Span,
-    Tracer,
-    merge_parts,
-    part_path,
-    to_events,
-)
+from deepspeed_cad.trace import ASIDE, COMPUTE, NOT_TRACED, STEP, Span, Tracer, merge_parts, part_path, to_events
 
 CPU = torch.device("cpu")
 
