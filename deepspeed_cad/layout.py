@@ -26,9 +26,9 @@ def _ints(values: Any) -> Ints:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
-def _within(count: Ints) -> Ints:
-    """0 to n − 1 for each n, one after the other."""
-    return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+def expand(first: Ints, count: Ints) -> Ints:
+    """first[i], first[i] + 1, … for count[i] values each, concatenated."""
+    return np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,7 @@ class LocalSegments:
         """[tokens] the position of each row in its document; PADDING where it is in none."""
         found = np.full(self.tokens, PADDING, np.int64)
         size = self.end - self.begin
-        inside = _within(size)
-        found[np.repeat(self.offset, size) + inside] = np.repeat(self.begin, size) + inside
+        found[expand(self.offset, size)] = expand(self.begin, size)
         return found
 
     def same_as(self, other: LocalSegments) -> bool:
@@ -224,7 +223,7 @@ def _cut_at(segments: Segments, size: int) -> tuple[Segments, Ints]:
     first, last = segments.begin // size, (segments.end - 1) // size
     count = last - first + 1
     of = np.repeat(np.arange(len(segments)), count)
-    chunk = _within(count) + first[of]
+    chunk = expand(first, count)
     begin = np.maximum(segments.begin[of], chunk * size)
     end = np.minimum(segments.end[of], (chunk + 1) * size)
     whole = segments.select(of)
@@ -246,17 +245,15 @@ def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = F
     first, last = begins // tokens_per_rank, (ends - 1) // tokens_per_rank
     count = np.where(lengths > 0, last - first + 1, 0)
     document = np.repeat(np.arange(len(lengths)), count)
-    rank = _within(count) + first[document]
+    rank = expand(first, count)
     low = np.maximum(rank * tokens_per_rank, begins[document]) - begins[document]
     high = np.minimum((rank + 1) * tokens_per_rank, ends[document]) - begins[document]
     plain = np.stack([document, rank, low, high], axis=1)
     if not zigzag:
         return plain
     # Rows before a rank's in the stream, halved, are those before its first piece and behind its second.
-    front = (low + 1) // 2
-    middle = (high + 1) // 2
     size = lengths[document]
-    early = np.stack([document, rank, front, middle], axis=1)
+    early = np.stack([document, rank, (low + 1) // 2, (high + 1) // 2], axis=1)
     late = np.stack([document, rank, size - high // 2, size - low // 2], axis=1)
     both = np.concatenate([early, late])
     both = both[np.lexsort((both[:, 2], both[:, 0], both[:, 1]))]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.layout import Ints, Tick
+from deepspeed_cad.layout import Ints, Tick, expand
 from deepspeed_cad.native import call
 from deepspeed_cad.planner.constants import IN_PLACE
 
@@ -140,13 +140,6 @@ def padding_rows(parts: Sequence[Schedule]) -> Ints:
         flat[part.home_index(part.sends, QUERY)] = True
         flat[part.home_index(part.own, QUERY)] = True
     return np.flatnonzero(~covered.all(axis=1))
-
-
-def expand(first: Ints, count: Ints) -> Ints:
-    """first[i], first[i] + 1, … for count[i] values each, concatenated."""
-    total = int(count.sum())
-    ends = np.cumsum(count)
-    return np.arange(total) + np.repeat(first - (ends - count), count)
 
 
 def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:

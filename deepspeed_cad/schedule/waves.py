@@ -20,8 +20,8 @@ import numpy as np
 
 from deepspeed_cad.cost import count_pairs, window_start
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.layout import Ints, Tick
-from deepspeed_cad.schedule import Schedule, Slices, build_slices, expand, schedule_rank
+from deepspeed_cad.layout import Ints, Tick, expand
+from deepspeed_cad.schedule import Schedule, Slices, build_slices, schedule_rank
 
 OUT, BACK = 2, 3
 """Waves of one tick that have memory at once, on their way out and on their way back. While one is served the next one
