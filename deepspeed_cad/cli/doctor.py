@@ -116,8 +116,7 @@ def summarise(report: Report) -> str:
         f"deepspeed_cad {__version__} {'works' if core_works(report) else 'DOES NOT WORK'} here: kernels {kernels}; "
         f"transports {transports}; autoload {'active' if _working(report['autoload']) else 'not active'}"
     )
-    missing = [one for findings in report.values() for one in findings if not one.ok and one.remedy]
-    if missing:
+    if missing := [one for findings in report.values() for one in findings if not one.ok and one.remedy]:
         line += "; to get what is missing: " + "; ".join(f"{one.name}: {one.remedy}" for one in missing)
     return line
 

@@ -378,8 +378,7 @@ def make_cluster(args: argparse.Namespace) -> Cluster:
 
 def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     names = list(MODES) if args.modes is None else [name.strip() for name in args.modes.split(",")]
-    unknown = [name for name in names if name not in MODES]
-    if unknown:
+    if unknown := [name for name in names if name not in MODES]:
         raise CADConfigError(f"--modes: there is no mode {unknown[0]!r}; there are {', '.join(MODES)}")
     if {"plain", "cad"} <= set(names) and "plain kept" not in names and not args.no_checkpointing:
         # By it what balance gains is told from what is gained as attention is not repeated.

@@ -35,8 +35,7 @@ def draw_plan(problem: PlanInput, plan: Plan, path: str) -> None:
     table = np.zeros((problem.tick.ranks, problem.tick.ranks))
     np.add.at(table, (moved[:, HOME], moved[:, SERVER]), there / 2**20)
     np.add.at(table, (moved[:, SERVER], moved[:, HOME]), back / 2**20)
-    title = f"Moved in one layer's forward: {table.sum():.0f} MiB"
-    traffic.set(title=title, xlabel="to rank", ylabel="from rank")
+    traffic.set(title=f"Moved in one layer's forward: {table.sum():.0f} MiB", xlabel="to rank", ylabel="from rank")
     figure.colorbar(traffic.imshow(table, cmap="magma_r"), ax=traffic, label="MiB")
     _save(figure, path)
 

@@ -72,8 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the cluster").add_argument
     add("--ranks", type=int, default=8, help="GPUs (default: 8)")
     add("--ranks-per-node", metavar="N[,N...]", help="GPUs of every host, or of each, as in 8,8,4 (default: 8)")
-    inside = "what a GPU gets from GPUs of its host (default: machine's)"
-    add("--link-inside", type=float, metavar="GB/S", help=inside)
+    add("--link-inside", type=float, metavar="GB/S", help="what a GPU gets from GPUs of its host (default: machine's)")
     add("--link-between", type=float, metavar="GB/S", help="what it gets from other hosts (default: machine's: 50)")
     machines = "h200, h100, a100, b200, or a JSON file like theirs (default: h200, measured)"
     add("--machine", default="h200", help=machines)
@@ -85,15 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint's name, folder or config.json, or a shape: llama-8b (default), llama-34b or -70b, "
         "qwen3.5-9b",
     )
-    shardings = ("zero1", "zero2", "zero3", "fsdp")
-    add("--sharding", default="zero3", choices=shardings, help="of weights (default: zero3)")
+    add("--sharding", default="zero3", choices=("zero1", "zero2", "zero3", "fsdp"), help="of weights (default: zero3)")
     add("--tensor", type=int, default=1, help="tensor-parallel GPUs, beside which CAD runs (default: 1)")
     add("--sequence", type=int, default=1, help="GPUs of Ulysses inside which CAD attends (default: 1)")
     add("--pipeline", type=int, default=1, help="pipeline stages; ZeRO-1 then (default: 1)")
     add("--micro-batches", type=int, default=1, help="of a step: gradient accumulation (default: 1)")
     add("--no-checkpointing", action="store_true", help="keep all activations (default: checkpointing)")
-    on_host = "the optimizer in the host's memory (default: on the GPU)"
-    add("--offload-optimizer", action="store_true", help=on_host)
+    add("--offload-optimizer", action="store_true", help="the optimizer in the host's memory (default: on the GPU)")
     add(
         "--loss",
         default="auto",

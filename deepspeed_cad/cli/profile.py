@@ -4,7 +4,6 @@ In: the heads of a model. Out: a JSON file that `"cost": "auto"` finds, and a ta
 """
 
 import argparse
-import dataclasses
 import os
 import subprocess
 from collections.abc import Callable
@@ -161,7 +160,7 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
     for where, speed in (("of its node", links.inside), ("of other nodes", links.between)):
         if speed is not None:
             print(f"a rank receives {speed / 1e9:.1f} GB/s from ranks {where}, by {transport.name}", flush=True)
-    return dataclasses.replace(profile, inside=links.inside, between=links.between)
+    return profile.with_links(links.inside, links.between)
 
 
 def _table(measured: list[Measured], fit: Fit) -> str:

@@ -8,13 +8,10 @@ from deepspeed_cad.notice import counted, notice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rendezvous", required=True, metavar="HOST:PORT", help="MASTER_ADDR:MASTER_PORT of the training"
-    )
-    parser.add_argument("--device", default="", help="such as cuda:1; default: LOCAL_RANK's GPU, or the CPU")
-    parser.add_argument(
-        "--timeout", type=float, default=CADConfig.timeout_s, metavar="S", help="seconds to wait for the training"
-    )
+    add = parser.add_argument
+    add("--rendezvous", required=True, metavar="HOST:PORT", help="MASTER_ADDR:MASTER_PORT of the training")
+    add("--device", default="", help="such as cuda:1; default: LOCAL_RANK's GPU, or the CPU")
+    add("--timeout", type=float, default=CADConfig.timeout_s, metavar="S", help="seconds to wait for the training")
 
 
 def main(args: argparse.Namespace) -> int:

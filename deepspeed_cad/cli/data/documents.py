@@ -147,13 +147,12 @@ def _load_tokenizer(name: str | None) -> Callable[..., Any]:
     try:
         from transformers import AutoTokenizer
 
-        tokenizer: Callable[..., Any] = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except ImportError as error:
         raise CADDataError(f"reading text needs transformers: {REMEDY}") from error
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise CADDataError(f"the tokenizer {name!r} cannot be loaded: {reason}") from error
-    return tokenizer
 
 
 def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> Iterator[Any]:
