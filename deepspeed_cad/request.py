@@ -53,8 +53,7 @@ def read_environment() -> Request | None:
 def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:
     """Raise CADConfigError, naming the keys, where two sources ask for different things."""
     ours, theirs = first.to_dict(), second.to_dict()
-    different = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
-    if different:
+    if different := [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]:
         raise CADConfigError(
             f"CAD is configured twice, differently: {first_source} and {second_source} disagree in "
             f"{'; '.join(different)}. Configure it in one place"

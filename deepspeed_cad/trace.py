@@ -157,9 +157,8 @@ def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[s
     lanes = [STEP, *(SERVING if serves else (COMPUTE, ASIDE))]
     about = [(0, "process_name", f"server {rank}" if serves else f"rank {rank}")]
     about += [(number, "thread_name", lane) for number, lane in enumerate(lanes)]
-    meta = {"ph": "M", "pid": rank}
     events: list[dict[str, Any]] = [
-        meta | {"tid": at, "name": what, "args": {"name": name}} for at, what, name in about
+        {"ph": "M", "pid": rank, "tid": at, "name": what, "args": {"name": name}} for at, what, name in about
     ]
     for span in [*spans, *([] if serves else name_gaps(spans))]:
         lettered = span.nano_batch is not None and not serves
@@ -243,8 +242,7 @@ def find_idle(timeline: dict[str, Any]) -> tuple[dict[int, float], dict[int, flo
     if not steps:
         return {}, {}
     total = covered(steps)
-    trainers = sorted({pid for pid, _ in lanes} - servers)
-    waited = {pid: covered(found[pid]) / total for pid in trainers}
+    waited = {pid: covered(found[pid]) / total for pid in sorted({pid for pid, _ in lanes} - servers)}
     return waited, {pid: max(0.0, 1.0 - covered(found[pid]) / total) for pid in sorted(servers)}
 
 

@@ -83,8 +83,7 @@ def moved_bytes(flows: Flows, backward: bool = True) -> Floats:
     """[2] of all ranks inside hosts and between them: Q, K and V there, O home; backward these and dO there, their
     gradients home."""
     there, back = (3.0, 2.0) if backward else (1.0, 1.0)
-    moved: Floats = (there * flows.bytes[QKV_RECEIVED] + back * flows.bytes[O_SENT]).sum(1)
-    return moved
+    return (there * flows.bytes[QKV_RECEIVED] + back * flows.bytes[O_SENT]).sum(1)
 
 
 def link_seconds(machine: Machine, amount: Floats) -> Floats:

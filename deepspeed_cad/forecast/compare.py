@@ -126,8 +126,7 @@ def compare(
         else:
             # CAD's variants are faster in no step and are there for what fits: one step tells.
             tried = 1 if mode == "cad" else max(1, min(TRIED_STEPS, ENOUGH_ROWS // setting.seats))
-            runs = [(partial(_all_passes, run), of) for run, of in choices]
-            best = _best(mode, runs, tried, tell)
+            best = _best(mode, [(partial(_all_passes, run), of) for run, of in choices], tried, tell)
             found.append(replace(best, mfu=best.tokens_per_second * per_token / setting.machine.published["flops"]))
     if not found:
         reasons = "; ".join(f"{MODES[mode]}: {reason}" for mode, reason in left_out.items())

@@ -63,8 +63,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
         moved += moved_bytes(flows, not setting.forward_only) * (setting.attending * again / stages)
         # In pipelines another rank runs the backward of what it serves: servers keep nothing.
         held = landing_bytes(setting, flows, with_outputs=stages > 1) + (served_bytes(setting, flows) * (stages == 1))
-        travel = find_travel(setting, layout)
-        if travel is not None:
+        if (travel := find_travel(setting, layout)) is not None:
             ran += travel.seconds + travel.late
             seconds = seconds._replace(exchange=seconds.exchange + travel.seconds)
             moved += travel.moved

@@ -121,9 +121,8 @@ def make_steps(lengths: list[int], setting: Setting, rows: Rows, most: int, serv
     else:
         packed = layouts(lengths, seats, rows, min(seats, setting.seats_per_host))
         steps = zip(*[packed] * rows.micro_batches)  # which leaves a partial one out
-    idle = (0, servers)
     return [
-        [Layout(seats + servers, one.segments, np.pad(one.tokens, idle)) for one in step]
+        [Layout(seats + servers, one.segments, np.pad(one.tokens, (0, servers))) for one in step]
         for step in islice(steps, most)
     ]
 

@@ -276,8 +276,7 @@ class Setting:
 
 def seat_shape(model: ModelShape, sharing: int) -> HeadShape:
     """Heads of a layer on one of the ranks that share them; KV heads are repeated where they are fewer."""
-    groups = max(1, model.kv_heads // sharing)
-    return HeadShape(model.heads // sharing, groups, model.head_dim, model.head_dim, 2)
+    return HeadShape(model.heads // sharing, max(1, model.kv_heads // sharing), model.head_dim, model.head_dim, 2)
 
 
 def check_split(model: ModelShape, ranks: int, tensor: int, pipeline: int, sequence: int = 1) -> None:

@@ -69,8 +69,7 @@ def read_question(fields: Any) -> Question:
     if not isinstance(fields, dict):
         raise CADConfigError(f"the input holds a {type(fields).__name__}; expected an object with the keys {known}")
     for key in fields.keys() - KEYS:
-        close = difflib.get_close_matches(key, KEYS, 1, 0.75)
-        if close:
+        if close := difflib.get_close_matches(key, KEYS, 1, 0.75):
             raise CADConfigError(f"unknown key {key!r}: did you mean {close[0]!r}? Known keys: {known}")
         logger.warning("key %r is not known and ignored; known keys: %s", key, known)
     layout, number = _layout(fields)

@@ -117,8 +117,7 @@ def calls(sizes: Sizes, groups: int, most_keys: int) -> Iterator[Call]:
         for rows in sizes.shards:
             for prefix in sizes.prefixes:
                 begin = random.integers(0, prefix - rows + 1, max(1, sizes.tokens // rows)) // rows * rows
-                kept = max(1, int(np.searchsorted(np.cumsum(begin + rows), limit)))
-                begin = begin[:kept]
+                begin = begin[: max(1, int(np.searchsorted(np.cumsum(begin + rows), limit)))]
                 yield Call(f"shards of {rows}, prefixes to {prefix}", begin, begin + rows, share)
         for number in range(sizes.mixes):
             ends = _mix(tokens, sizes.documents[0], random)

@@ -70,10 +70,9 @@ def find_speeds(
         return None
     # Costs in seconds say how long the call takes, so a rank 0 that is slow itself is seen too. Others only compare
     # tasks with each other.
-    expected = float(took[0])
     if cost is not None and cost.unit == "seconds":
-        expected = float(cost.cost_for(call_shape(device)).of(0, TOKENS[device.type]))
-    return expected / took
+        return float(cost.cost_for(call_shape(device)).of(0, TOKENS[kind])) / took
+    return took[0] / took
 
 
 def in_words(speeds: Floats | None) -> str:
@@ -92,7 +91,6 @@ def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:
         logger.warning("attention was not timed, so its costs stay ratios: %s", error)
         return ratios
     scale = seconds / float(CostModel("", "pairs", entry.pair, entry.row, entry.key, entry.task).of(0, tokens))
-
     return Profile(
         machine_name(device),
         f"{expected_kernel(kernel, device)}, timed at start",
