@@ -24,9 +24,9 @@ from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import Session
 from deepspeed_cad.shares import choose_groups
 
-CONVOLUTION = "causal_conv1d_fn"
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 KERNELS: dict[str, dict[str, str]] = {
-    "torch_chunk_gated_delta_rule": {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTH", "beta": "BTH"},
+    DELTA_RULE: {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTH", "beta": "BTH"},
     "chunk_kimi_delta_attention": {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTHx", "beta": "BTH"},
     "mamba2_chunk_scan": {
         "hidden_states": "BTHx", "dt": "BTH", "A": "H", "B": "BTHx", "C": "BTHx", "D": "H", "dt_bias": "H",
@@ -127,7 +127,7 @@ def _run_kernel(
             f"{name_layer(layer)} called its kernel in a way that CAD does not know ({len(args)} arguments by "
             f"position, {', '.join(sorted(unknown))}), so its state cannot travel. Give every rank whole documents"
         )
-    if spanning.chain is not None and _hands_on(own):
+    if spanning.chain is not None and axes is KERNELS[DELTA_RULE] and _hands_on(own):
         return own(*args, **kwargs, cp_context=_as_context(spanning))
     of_heads = {name for name in tensors if axes[name] == "H"}
     of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}
@@ -172,7 +172,7 @@ def _run_kernel(
 
 
 def _hands_on(kernel: Callable[..., Any]) -> bool:
-    """Whether a kernel hands state from rank to rank: those of flash-linear-attention, which transformers wraps."""
+    """Whether a delta rule hands state from rank to rank: flash-linear-attention's does, which transformers wraps."""
     if closure := getattr(kernel, "__closure__", None):
         names = dict(zip(kernel.__code__.co_freevars, closure))
         kernel = names["implementation"].cell_contents if "implementation" in names else kernel
