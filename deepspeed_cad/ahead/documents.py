@@ -8,7 +8,6 @@ say the same. Without any, each batch row is a document.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import torch
 from deepspeed_cad import layout
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.layout import Ints, LocalSegments, segments_from_cumulative, segments_from_positions
+from deepspeed_cad.planner.plan import digest
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 MASK = "attention_mask"
@@ -121,14 +121,12 @@ def with_ids(mine: Announcement, given: Mapping[str, Any]) -> Announcement:
     ids = given.get("input_ids")
     if ids is None:
         return mine
-    found = hashlib.blake2b(np.ascontiguousarray(_numpy(ids), np.int64).tobytes(), digest_size=8).digest()
-    return replace(mine, ids=int.from_bytes(found, "little") >> 2)
+    return replace(mine, ids=digest(np.asarray(_numpy(ids), np.int64)) >> 2)
 
 
 def batch_shape(given: Mapping[str, Any]) -> tuple[int, int]:
     for name in ("input_ids", "inputs_embeds"):
-        value = given.get(name)
-        if value is not None:
+        if (value := given.get(name)) is not None:
             return int(value.shape[0]), int(value.shape[1])
     raise CADDataError("the model was called without input_ids and inputs_embeds")
 
@@ -234,8 +232,7 @@ def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[
             does = "show" if bool(expected[row, query_at, key_at]) else "hide"
             at = f"[{row}, {head}, {first + query_at}, {key_at}]"
             raise _refuse_ready_made(what, f"{at} is {value}, but documents would {does} that key")
-    rows = real.to(torch.int8) + begins
-    return rows.expand(batch, width).reshape(-1).cpu().numpy()
+    return (real.to(torch.int8) + begins).expand(batch, width).reshape(-1).cpu().numpy()
 
 
 def _refuse_ready_made(what: str, found: str) -> CADUnsupportedError:

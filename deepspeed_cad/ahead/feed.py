@@ -301,7 +301,6 @@ class Feed:
                 "no loader announces micro-batches, so they are planned when their forward starts: read the data "
                 "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
             )
-
         return self._plan(lambda: [_announced(one) for one in self._gather(subject, mine.to_array())])
 
     def _plan(self, gather: Callable[[], list[Announcement]], backward: bool = True) -> Future[MicroBatch]:
@@ -318,8 +317,7 @@ class Feed:
         self._given_out = max(self._given_out - count, 0)
 
         def job() -> None:
-            turns = [one.result().turn for one in dropped if one.done() and one.exception() is None]
-            if turns:
+            if turns := [one.result().turn for one in dropped if one.done() and one.exception() is None]:
                 self.gatherer.liveness.drop(turns)
 
         if dropped:

@@ -141,8 +141,7 @@ class Gatherer:
 
     def agree(self, value: int, subject: Subject) -> None:
         """Raise CADPeerError, naming ranks, unless every rank of the CAD group has the same number."""
-        odd = [self._members[one] for one in _minority(self.numbers(value, subject))]
-        if odd:
+        if odd := [self._members[one] for one in _minority(self.numbers(value, subject))]:
             raise self._give_up(
                 f"ranks {odd} have another {subject} than the rest: all ranks must run the same code on the same "
                 "input. Check that package versions and the compiled library are equal on all machines"
@@ -212,8 +211,7 @@ class Gatherer:
         self._same(headers[:, _MODEL], "model", "load the same model on every rank")
 
     def _same(self, values: np.ndarray, what: str, remedy: str) -> None:
-        odd = _minority(values.tolist())
-        if odd:
+        if odd := _minority(values.tolist()):
             raise self._give_up(f"ranks {odd} have another {what} than the rest; {remedy}")
 
     def _all(self, values: np.ndarray, what: str) -> list[np.ndarray]:

@@ -78,8 +78,7 @@ class Worker:
     def is_idle(self) -> bool:
         """Whether all jobs so far are over."""
         # In this order: jobs that were done when the first was read are all that there are when the second is.
-        done = self._done
-        return done == self._submitted
+        return self._done == self._submitted
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread

@@ -69,8 +69,7 @@ class Armed:
         return EXIT_CODE
 
     def _at_exit(self) -> None:
-        code = self.settle()
-        if code:
+        if code := self.settle():
             sys.stdout.flush()
             self._exit(code)
 
@@ -119,8 +118,7 @@ def arm() -> Armed | None:
 
 def after_import(module: ModuleType) -> None:
     """Called by the hook when torch, accelerate or deepspeed was imported in a process that was asked for CAD."""
-    armed = arm()
-    if armed is not None:
+    if (armed := arm()) is not None:
         armed.after_import(module)
 
 

@@ -91,8 +91,7 @@ def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, 
 def _read_place(environment: Mapping[str, str]) -> tuple[int, int, int, int, int, int]:
     """Where the launcher put this process: rank of ranks, rank of those of its host, host of hosts. Raises
     CADConfigError where none says."""
-    missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
-    if missing:
+    if missing := [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]:
         raise CADConfigError(
             f'"cad": key "servers" reserves ranks, but {" and ".join(missing)} are not set: no launcher started this '
             f"process. Start it with {LAUNCH}, or by accelerate-cad launch, or deepspeed --module deepspeed_cad.run"

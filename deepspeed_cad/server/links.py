@@ -283,8 +283,7 @@ class TrainerLinks:
             self._end(f"trainer {trainer} stopped: {words[trainer]}")
 
     def _is_given_up(self) -> bool:
-        reason = self.liveness.look_up(f"{GIVEN_UP}/{self.rank}")
-        if reason:
+        if reason := self.liveness.look_up(f"{GIVEN_UP}/{self.rank}"):
             self._end(f"the trainers go on without it: {reason}", for_all=False)
         return bool(reason)
 

@@ -342,8 +342,7 @@ def open_again(
 
 def wait_to_be_asked_in(liveness: Liveness) -> None:
     """A server that came later, until trainers come to a step in which it takes part; raises as `look_for_end`."""
-    asked = f"{ASKED}/{liveness.rank}"
-    wait_until(lambda: liveness.look_up(asked), math.inf, lambda: look_for_end(liveness))
+    wait_until(lambda: liveness.look_up(f"{ASKED}/{liveness.rank}"), math.inf, lambda: look_for_end(liveness))
 
 
 def look_for_end(liveness: Liveness) -> None:

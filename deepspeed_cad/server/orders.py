@@ -58,8 +58,7 @@ class Leader:
 
     def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = ()) -> None:
         """One frame, behind what is over by now."""
-        over = [self._over.popleft() for _ in range(len(self._over))]
-        if over:
+        if over := [self._over.popleft() for _ in range(len(self._over))]:
             self._tell({"do": RELEASE, "turns": over}, ())
         self._tell(head, arrays)
 
