@@ -110,8 +110,7 @@ def _blocks(sequences: Sequences) -> Iterator[tuple[slice, slice, int]]:
         step = max(1, BLOCK_ELEMENTS // max(k1 - k0, 1))
         for row in range(q0, q1, step):
             stop = min(row + step, q1)
-            shift = (k1 - k0) - (q1 - row)
-            yield slice(row, stop), slice(k0, k1 - (q1 - stop)), shift
+            yield slice(row, stop), slice(k0, k1 - (q1 - stop)), (k1 - k0) - (q1 - row)
 
 
 def _in_tiles(x_RGD: torch.Tensor, before: int, work: torch.dtype) -> torch.Tensor:

@@ -172,8 +172,7 @@ class StepPlans:
 
     def take(self, round_: int, backward: bool) -> PlannedPhase:
         """The plans of a phase that runs now; waits until they are made."""
-        worker = self.plans.worker
-        return worker.wait(self._phases.pop((round_, backward)), "the plan of a round")
+        return self.plans.worker.wait(self._phases.pop((round_, backward)), "the plan of a round")
 
     def finish(self) -> None:
         """After the last phase. Raises CADPeerError where ranks made different plans."""
@@ -184,8 +183,7 @@ class StepPlans:
     def _gather(self, gather: Callable[[], Documents | None]) -> bool:
         given = gather()
         # What was learned of links and memory travelled with the documents: now it is the same on all ranks.
-        self._links = self.plans.links
-        self._limit = self.plans.limit
+        self._links, self._limit = self.plans.links, self.plans.limit
         self.plans.warn_of_links()
         if given is None:
             return False

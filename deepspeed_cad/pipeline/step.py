@@ -59,8 +59,7 @@ class PipelineBinding:
         self.engine, self.session = engine, session
         self.feed = session.open_feed(f"pipeline of {engine.num_stages} stages")
         topology = engine.module.topology()
-        coordinates = [topology.get_coord(rank) for rank in session.shares.members]
-        self.places = [Place(one.pipe, one.data) for one in coordinates]
+        self.places = [Place(one.pipe, one.data) for one in map(topology.get_coord, session.shares.members)]
         self.place = self.places[session.shares.replica]
         self.running: StageMicroBatch | Alone | None = None
         self.program: tuple[ProgramTick, ...] = ()
