@@ -88,8 +88,7 @@ def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
     reason = REFUSED.get(kind)
     several = ("audio_config", "decoder_config", "text_config", "vision_config")
     parts = {name: vars(config)[name] for name in several if name in vars(config)}
-    other = [name for name, part in parts.items() if isinstance(part, dict) or hasattr(part, "to_dict")]
-    if other:
+    if other := [name for name, part in parts.items() if isinstance(part, dict) or hasattr(part, "to_dict")]:
         yield Refusal(
             f"its config has {', '.join(other)}",
             reason
@@ -251,8 +250,7 @@ def refuse_spanning(config: Any, state: str = "") -> None:
             "at the end of a row, or let what is left of it be a document of its own, whose positions begin at 0 "
             "(examples/packing.py). Ranks may have unequal numbers of tokens"
         )
-    kind = batch_rope(config)
-    if kind:
+    if kind := batch_rope(config):
         raise CADUnsupportedError(
             f'rope_type is "{kind}": its frequencies depend on the largest position on a rank, so a document that '
             "spans ranks would be rotated in two ways. Keep every document on one rank, or use another rope_type"

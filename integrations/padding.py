@@ -72,6 +72,5 @@ def counts(padded_BS: Bools, given: Mapping[str, Any]) -> bool | None:
         labels = given.get(name)
         if isinstance(labels, torch.Tensor) and labels.shape == padded_BS.shape:
             used = (labels.detach() != ignored).cpu().numpy()
-            found = bool((used & padded_BS).any())
-            return found or (shifted and bool((used[:, 1:] & padded_BS[:, :-1]).any()))
+            return bool((used & padded_BS).any()) or (shifted and bool((used[:, 1:] & padded_BS[:, :-1]).any()))
     return None

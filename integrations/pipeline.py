@@ -224,8 +224,7 @@ def from_checkpoint(path: str, model_class: type[PreTrainedModel], loading: dict
 
         Stage.__name__ = model_class.__name__
         with _quiet_loading():
-            loaded: PreTrainedModel = Stage.from_pretrained(path, **{"dtype": "auto", **loading})
-        return loaded
+            return Stage.from_pretrained(path, **{"dtype": "auto", **loading})
 
     return load
 

@@ -52,8 +52,7 @@ def one_row(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments for one row of padding instead of none: transformers cannot make masks for an empty batch."""
     changed: dict[str, Any] = {MASK: None}
     for name in ("input_ids", "inputs_embeds", "position_ids"):
-        value = given.get(name)
-        if value is not None:
+        if (value := given.get(name)) is not None:
             changed[name] = value.new_zeros(1, 1, *value.shape[2:])
     if given.get("inputs_embeds") is not None:
         # Keeps the graph: the embedding takes part in the backward on every rank.

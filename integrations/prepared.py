@@ -94,8 +94,7 @@ class PreparedIterator(Iterator[Any]):
         # Its state, which checkpoints hold, counts what was read and not what was trained.
         if getattr(self.loader, "use_stateful_dataloader", False):
             return None
-        found: Binding = next(iter(session.bindings.values()))
-        return found
+        return next(iter(session.bindings.values()))
 
 
 def _gives_as_many(loader: Any) -> bool:

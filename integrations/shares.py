@@ -75,8 +75,7 @@ def attend_locally(
     )  # fmt: skip
     # Heads are the third axis of the output, and the second of the queries.
     moved = [one if one.is_replicate() else Shard(HEADS + 1) for one in placements]
-    divided: torch.Tensor = DTensor.from_local(o, q.device_mesh, moved, run_check=False)
-    return divided
+    return DTensor.from_local(o, q.device_mesh, moved, run_check=False)
 
 
 def refuse_heads(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -123,8 +122,7 @@ def to_local(x: Any, of_queries: Sequence[Any] = ()) -> torch.Tensor:
         Partial() if own.is_replicate() and not other.is_replicate() else own
         for own, other in zip(x.placements, of_queries or x.placements, strict=True)
     ]
-    local: torch.Tensor = x.to_local(grad_placements=gradients)
-    return local
+    return x.to_local(grad_placements=gradients)
 
 
 # Ulysses around CAD: it gives every rank all tokens of a few heads, and CAD attends. In evaluation documents are read
@@ -171,8 +169,7 @@ class PieceMask:
             return attend(module, query, key, value, self.inside, s_aux=s_aux, **given)
 
         around.attn = inside
-        o: torch.Tensor = around(module, query, key, value, None, **given)[0]
-        return o, None
+        return around(module, query, key, value, None, **given)[0], None
 
     def _evaluate(self, position_ids: torch.Tensor) -> MaskDescriptor:
         """For positions [B, S] of whole rows."""

@@ -107,8 +107,7 @@ def local_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if name == "eager" and eager is not None:
         return eager
-    run: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
-    return run
+    return ALL_ATTENTION_FUNCTIONS[name if name in ALL_ATTENTION_FUNCTIONS else "sdpa"]
 
 
 def mix_in(module: nn.Module, mixin: type) -> nn.Module:

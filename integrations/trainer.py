@@ -167,8 +167,7 @@ def _may_read_ahead(trainer: Any) -> bool:
     config = getattr(trainer.accelerator, "dataloader_config", None)
     if getattr(config, "use_stateful_dataloader", False):
         return False
-    last = trainer.state.max_steps
-    return bool(trainer.state.global_step + 1 < last)
+    return bool(trainer.state.global_step + 1 < trainer.state.max_steps)
 
 
 def _log(original: Callable[..., Any], self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:

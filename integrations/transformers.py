@@ -130,8 +130,7 @@ class Binding:
 
     def remove(self) -> None:
         """Give a reference its own attention back."""
-        model = self.model()
-        if model is not None:
+        if (model := self.model()) is not None:
             for hook in self._hooks:
                 hook.remove()
             structure.text_part(model).set_attn_implementation(self.original)
@@ -274,8 +273,7 @@ class Binding:
         model, decoder, check = self.model(), self.decoder(), self._check
         if check is None or model is None or decoder is None or output is None:
             return
-        loss = loss_of(output)
-        if loss is not None:
+        if (loss := loss_of(output)) is not None:
             without = None
             if check.output is not None:
                 self.comparing = True
@@ -349,8 +347,7 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
     bound: Binding | None = session.bindings.get(inner)
     if bound is not None:
         return bound
-    reference = session.references.pop(structure.find_decoder(inner), None)
-    if reference is not None:
+    if (reference := session.references.pop(structure.find_decoder(inner), None)) is not None:
         reference.remove()
     binding = Binding(inner, session)
     when_imported("transformers.trainer", lambda module: _room("trainer").install_trainer_hooks(module))

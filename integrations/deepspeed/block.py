@@ -57,8 +57,7 @@ def block_of(config: Mapping) -> Any:
                 f'the DeepSpeed JSON has "{key}" at its top level, which neither DeepSpeed nor CAD reads. The block is '
                 'called "cad"; take it out to train without CAD'
             )
-    place = _inside(config, ())
-    if place:
+    if place := _inside(config, ()):
         raise CADConfigError(
             f'the DeepSpeed JSON has "cad" inside "{place}", where nobody reads it. Move it to the top level, beside '
             f'"{place.split(".")[0]}"; take it out to train without CAD'
