@@ -118,8 +118,7 @@ def read_documents(given: Mapping[str, Any]) -> Announcement:
 
 def with_ids(mine: Announcement, given: Mapping[str, Any]) -> Announcement:
     """The same with the fingerprint of its token ids, where the forward is given any."""
-    ids = given.get("input_ids")
-    if ids is None:
+    if (ids := given.get("input_ids")) is None:
         return mine
     return replace(mine, ids=digest(np.asarray(_numpy(ids), np.int64)) >> 2)
 

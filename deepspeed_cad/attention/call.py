@@ -208,8 +208,7 @@ class AttentionCall:
         if self.parking is None:
             self.state = kept
         else:
-            label = self.setup.label
-            self.state = self.parked = Parked(self.parking, kept, inputs, label, self._saved_plainly)
+            self.state = self.parked = Parked(self.parking, kept, inputs, self.setup.label, self._saved_plainly)
 
     def take(self) -> Kept:
         """What the forward kept, on the device."""

@@ -124,8 +124,7 @@ class MicroBatch:
                 self.orders.plan(*place, self.planned[place].plan, self.planned[place].cut)
 
     def _in_waves(self, key: PlanKey, nano_batch: int, plan: Plan) -> Waves:
-        tick = self.tick(key, nano_batch)
-        return (self.memory or NO_LIMIT).waves(tick, plan, self.rank, key.window, key.shape)
+        return (self.memory or NO_LIMIT).waves(self.tick(key, nano_batch), plan, self.rank, key.window, key.shape)
 
     def tick(self, key: PlanKey, nano_batch: int) -> Tick:
         """The documents of a nano-batch as layers of one kind see them."""

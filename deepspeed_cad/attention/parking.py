@@ -99,8 +99,7 @@ class Parking:
     def fetch_before(self, number: int) -> None:
         """Begin to bring back what was parked before the parcel of that number and is wanted early: backward needs it
         next."""
-        before = [one for one in self._parcels.values() if one.number < number and one.is_away]
-        if before:
+        if before := [one for one in self._parcels.values() if one.number < number and one.is_away]:
             max(before, key=lambda one: one.number).fetch()
 
     def take_blocks(self, size: int, label: str) -> list[Tensor]:
@@ -256,8 +255,7 @@ def in_memory_order(x: Tensor) -> tuple[Tensor, list[int]]:
 def available_host_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process may still take on this host, by the kernel and by its control group; None: unknown."""
     found = []
-    available = _number(root / "proc/meminfo", "MemAvailable:")
-    if available is not None:
+    if (available := _number(root / "proc/meminfo", "MemAvailable:")) is not None:
         found.append(available << 10)
     for folder, most, used, cache in (
         ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),

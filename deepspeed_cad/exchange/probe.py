@@ -115,8 +115,7 @@ def probe(name: str) -> tuple[bool, str]:
     if not torch.cuda.is_available():
         return False, "torch sees no GPU"
     device = torch.device("cuda", torch.cuda.current_device())
-    reason = _local_refusal(name, device)
-    if reason is not None:
+    if (reason := _local_refusal(name, device)) is not None:
         return False, reason
     if name == "nccl":
         version = open_nccl()

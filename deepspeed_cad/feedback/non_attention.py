@@ -151,8 +151,7 @@ class NonAttention:
         if not complete.any():
             return None
         total = each.sum(0)
-        own = complete & (not self.hosts_pace(model))
-        return np.where(own, total, total[complete].mean())
+        return np.where(complete & (not self.hosts_pace(model)), total, total[complete].mean())
 
     def hosts_pace(self, model: int) -> bool:
         """Whether layers take as long as their launching."""

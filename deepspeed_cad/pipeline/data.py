@@ -58,8 +58,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         if "input_ids" not in batch:
             raise CADDataError(f"a micro-batch has no input_ids, only {', '.join(map(str, batch))}")
         ids = batch["input_ids"]
-        positions = batch.get("position_ids")
-        if positions is None:
+        if (positions := batch.get("position_ids")) is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return (ids, positions.contiguous()), batch.get("labels")
     if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:

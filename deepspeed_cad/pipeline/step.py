@@ -263,8 +263,7 @@ class PipelineBinding:
     def _gather(self, mine: list[Loaded] | None, count: int, what: str) -> list[LocalSegments]:
         """Documents of this rank's replica, now. Raises StopIteration where data ended."""
         self.session.worker.trains_here()
-        documents = self.session.worker.run(self._gathering(mine, count, next(self._steps)))
-        if documents is None:
+        if (documents := self.session.worker.run(self._gathering(mine, count, next(self._steps)))) is None:
             raise StopIteration(f"a loader of the pipeline ended within {what}")
         return documents[self.place.replica]
 

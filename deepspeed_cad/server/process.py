@@ -126,8 +126,7 @@ class _Server:
     def _begin_with(self, members: Members) -> None:
         split, config, device, loop = self.split, self.config, self.device, self.loop
         transports = transports_of(config, device)
-        opened = open_again(self.meeting, members, self.liveness, device, config.transport, transports)
-        self.opened = opened
+        opened = self.opened = open_again(self.meeting, members, self.liveness, device, config.transport, transports)
         if not members.generation:
             agree = partial(cast(OwnGroup, opened.group).numbers, liveness=self.liveness)
             with_links(opened, device, agree, config.links)

@@ -260,8 +260,7 @@ class SurvivingServers(ReservedServers):
             try:
                 opened, well = None, True
                 if self.members.ranks > 1:
-                    here = self._meeting, self.members, self.liveness, self.device
-                    opened = open_again(*here, *self.transports)
+                    opened = open_again(self._meeting, self.members, self.liveness, self.device, *self.transports)
             except ServerLostError as lost:
                 logger.info("one more: %s", lost)
                 opened, well = None, False

@@ -113,6 +113,5 @@ class RollCall:
 
     def agree(self, what: str, problem: str, kind: type[CADError] = CADError) -> None:
         """Go on only where no rank has a problem ("" for none); else the same error on every rank."""
-        told = [f"rank {rank}: {word}" for rank, word in enumerate(self.call(what, problem)) if word]
-        if told:
+        if told := [f"rank {rank}: {word}" for rank, word in enumerate(self.call(what, problem)) if word]:
             raise kind(f"{what} failed on {len(told)} of {self.ranks} ranks. {'; '.join(told)}")
