@@ -69,7 +69,6 @@ def activation_bytes(
     if not setting.checkpointing:
         saved = 2.0 * (SAVED_MLP * model.intermediate + SAVED_HIDDEN * model.hidden)
         saved += carried * (1.0 - model.attending / model.layers)
-
     return max(
         tokens * (saved * setting.layers * count + most) / setting.sharing
         + (kept_output_bytes(setting, tokens, count) if kept else 0.0)

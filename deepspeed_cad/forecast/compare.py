@@ -149,8 +149,7 @@ def choose(comparison: Comparison) -> Foreseen | None:
 
 def recommend(comparison: Comparison) -> str:
     """What to take, why, and how sure that is."""
-    best = choose(comparison)
-    if best is None:
+    if (best := choose(comparison)) is None:
         modest = min(comparison.found, key=lambda one: one.needed)
         return f"Nothing fits: {name_of(modest)} needs least, {say_need(modest)}."
     others = [one for one in comparison.found if one.fits and one.mode != best.mode and not one.mode.startswith("cad")]

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -184,12 +184,10 @@ def deal_by_length(lengths: Sequence[int], ranks: int, rows: Rows) -> Iterator[l
     size = ranks * rows.batch
     for first in range(0, len(whole) - size + 1, size):
         dealt = _share_out(whole[first : first + size], ranks, rows.packing, rows.batch)
-        count = -(-max(map(sum, dealt)) // rows.context)
-        while True:
-            found = [_share_out(own, count, rows.packing) for own in dealt]
+        for parts in count(-(-max(map(sum, dealt)) // rows.context)):
+            found = [_share_out(own, parts, rows.packing) for own in dealt]
             if max(sum(row) for own in found for row in own) <= rows.context:
                 break
-            count += 1
         yield [Layout.from_rank_lengths(list(turn)) for turn in zip(*found)]
 
 
@@ -283,8 +281,7 @@ def deal_out(setting: Setting, step: Sequence[Layout], trainers: int | None = No
     kernels = setting.machine.in_training * setting.shape.groups * setting.attending if trainers is None else 0.0
     each = (work.forward * (2 if setting.checkpointing else 1) + work.backward) * setting.layers + work.loss
     costs = Costs(setting.cost.of(0 * length, length) * kernels, np.full(ranks, each), np.ones(ranks))
-    found = deal(given, costs, setting.tolerance, setting.hosts, cuts=trainers is None)
-    if found is None:
+    if (found := deal(given, costs, setting.tolerance, setting.hosts, cuts=trainers is None)) is None:
         return step
     idle, pieces = [LocalSegments.none(0)] * (step[0].ranks - ranks), found.pieces
     order = pieces.order

@@ -56,8 +56,7 @@ def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
     hop = nothing
     if staged:
         # Activations, or their gradient.
-        near = cluster.per_host >= cluster.ranks
-        rate = setting.machine.collective if near else setting.machine.between
+        rate = setting.machine.collective if cluster.per_host >= cluster.ranks else setting.machine.between
         size = tokens * (2.0 * setting.model.hidden / setting.tensor)
         hop = np.where(tokens > 0, size / rate + setting.machine.latency, 0.0)
     return NonAttention(

@@ -102,8 +102,7 @@ class Costs:
         np.add.at(left, host, np.maximum(attention - (last[host] - before) * self.speed[:, None], 0.0))
         balanced = float((last + left / np.bincount(host, self.speed)[:, None]).max(axis=0).sum())
         per_work = np.divide(1.0, self.speed, out=np.zeros(len(self.speed)), where=self.speed > 0)
-        alone = before + attention * per_work[:, None]
-        return balanced, sum(map(float, alone.max(axis=0)))
+        return balanced, sum(map(float, (before + attention * per_work[:, None]).max(axis=0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,8 +298,7 @@ def _deal_samples(step: Step, costs: Costs) -> Pieces | None:
         return begins if begins[-1] == len(length) else None
 
     low, high = 0.0, len(length) * length[0] * each + total[-1]
-    begins = cut(high)
-    if begins is None:
+    if (begins := cut(high)) is None:
         return None
     for _ in range(HALVINGS):
         middle = 0.5 * (low + high)

@@ -165,8 +165,7 @@ def _hosts(fields: dict[str, Any], ranks: int) -> Ints | None:
 
 
 def _links(fields: dict[str, Any]) -> dict[str, Any]:
-    links = fields.get("links")
-    if links is None:
+    if (links := fields.get("links")) is None:
         return {}
     if not isinstance(links, dict) or not links or links.keys() - {"inside", "between"}:
         raise CADConfigError(f'links is {links!r}; expected {{"inside": GB/s, "between": GB/s}}, or one of the two')

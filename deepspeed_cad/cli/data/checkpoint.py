@@ -45,11 +45,10 @@ def read_model_shape(where: str | None) -> ModelShape:
     state = _state_layers(config)
     try:
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
-        widths = [getattr(config, name, None) for name in MLP_NAMES]
         return ModelShape(
             layers=int(config.num_hidden_layers),
             hidden=hidden,
-            intermediate=int(next(filter(None, widths), 4 * hidden)),
+            intermediate=int(next(filter(None, (getattr(config, name, None) for name in MLP_NAMES)), 4 * hidden)),
             vocabulary=int(config.vocab_size),
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
