@@ -46,8 +46,7 @@ def estimate_savings(binding: Binding) -> dict[str, float]:
     """What CAD saved since the session opened, in seconds, by the names of the log; nothing before training, and where
     the planner counts pairs."""
     session, keys = binding.session, binding.feed.keys
-    statistics = session.statistics
-    decoder = binding.decoder()
+    statistics, decoder = session.statistics, binding.decoder()
     if not keys or not statistics.micro_batches or decoder is None or session.cost.unit != "seconds":
         return {}
     # Loads are summed over kinds of layers, one layer of each.

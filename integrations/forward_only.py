@@ -111,8 +111,7 @@ def follow(binding: Binding) -> None:
     given = {"input_ids": token, "attention_mask": torch.ones_like(token)}
     with torch.no_grad():
         while (said := binding.feed.others_look()) is not None:
-            number = next(one.model for one in said if len(one.payload))
-            looks = binding.session.find_number(number)
+            looks = binding.session.find_number(next(one.model for one in said if len(one.payload)))
             if looks is None or (model := looks.model()) is None:
                 binding.refuse(
                     f"rank {binding.session.rank} has no further forward without backward, and others run a model "

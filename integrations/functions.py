@@ -198,8 +198,7 @@ def as_alone(module: Any, query: torch.Tensor, descriptor: MaskDescriptor) -> to
     """Queries [B, H, S, D] scaled by their positions in documents, where a layer scaled them by those in rows."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    micro_batch = descriptor.micro_batch
-    position = micro_batch.local(descriptor.nano_batch).positions()
+    position = descriptor.micro_batch.local(descriptor.nano_batch).positions()
     batch, _, width, _ = query.shape
     farthest = max(width - 1, int(position.max(initial=0)))
     if len(position) != batch * width or farthest + 1 < module.floor_scale:

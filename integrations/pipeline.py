@@ -145,8 +145,7 @@ class Part(torch.nn.Module):
         layers = decoder_layers(decoder)
         assert layers is not None  # refuse_uncut looked
         self.inner = layers[index]
-        config = cut_config(model.config, range(index, index + 1))
-        self.config = config
+        config = self.config = cut_config(model.config, range(index, index + 1))
         # Around the layer, not above it: its weights have one name, and are one module of this stage.
         self.__dict__["_around"] = decoder_around(decoder, torch.nn.ModuleList([self.inner]), config)
 
@@ -244,9 +243,8 @@ def _quiet_loading() -> Iterator[None]:
 
 def assemble(skeleton: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     """The whole model, of the weights of all stages by their names in it."""
-    dtype = next(iter(weights.values())).dtype
     config = copy.deepcopy(skeleton.config)
-    config.dtype = dtype
+    config.dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)

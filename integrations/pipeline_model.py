@@ -194,8 +194,7 @@ def layer_work(skeleton: PreTrainedModel) -> list[float]:
             for name, p in module.named_parameters()
         )
 
-    decoder = find_decoder(skeleton)
-    layers = [of(layer) for layer in decoder_layers(decoder) or ()]
+    layers = [of(layer) for layer in decoder_layers(find_decoder(skeleton)) or ()]
     return [0.0, *layers, 0.0, of(skeleton.get_output_embeddings())]
 
 

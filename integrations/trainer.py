@@ -90,8 +90,7 @@ class _AheadIterator(Iterator[Any]):
 def _get_batch_samples(
     original: Callable[..., Any], self: Any, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    binding = _binding_of(self)
-    if binding is None:
+    if (binding := _binding_of(self)) is None:
         return original(self, epoch_iterator, *args, **kwargs)
     config = binding.session.config
     ahead = self.__dict__.get(_AHEAD)
