@@ -210,7 +210,7 @@ class Layout:
                 f"{total} tokens do not fit into {ranks} ranks of {tokens_per_rank}: "
                 f"raise tokens_per_rank to at least {-(-total // max(ranks, 1))}"
             )
-        pieces = cut_stream(_ints(lengths), ranks, tokens_per_rank, zigzag)
+        pieces = cut_stream(_ints(lengths), tokens_per_rank, zigzag)
         local = []
         for own in np.split(pieces, np.searchsorted(pieces[:, 1], np.arange(1, ranks))):
             size = own[:, 3] - own[:, 2]
@@ -233,7 +233,7 @@ def _cut_at(segments: Segments, size: int) -> tuple[Segments, Ints]:
     return parts, whole.document * (int(last.max(initial=0)) + 1) + chunk
 
 
-def cut_stream(lengths: Ints, ranks: int, tokens_per_rank: int, zigzag: bool = False) -> Ints:
+def cut_stream(lengths: Ints, tokens_per_rank: int, zigzag: bool = False) -> Ints:
     """[n, 4]: document, rank, begin, end of every piece, in the order of ranks and of their rows.
 
     With `zigzag` a document that lies on several ranks is dealt out among them: each has as many of its rows as before,

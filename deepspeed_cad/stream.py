@@ -124,6 +124,6 @@ def _rows(positions: Ints, rank: int, ranks: int, zigzag: bool, ranks_per_host: 
     if ranks_per_host is not None:
         order = order_by_host(lengths.tolist(), ranks, per_rank, ranks_per_host)
         starts, lengths = starts[order], lengths[order]
-    pieces = cut_stream(lengths, ranks, per_rank, zigzag)
+    pieces = cut_stream(lengths, per_rank, zigzag)
     own = [starts[document] + np.arange(begin, end) for document, to, begin, end in pieces if to == rank]
     return np.concatenate([np.zeros(0, np.int64), *own])

@@ -97,8 +97,7 @@ def split_own_rows(tick: Tick, tasks: Ints, window: int | None, granularity: int
     query, key = (where.find(document, tasks[:, 2] - 1, server)[0] for where in (tick.query, tick.key))
     # The first of these rows that reads no key before those at home. The first rows of a document read no others.
     reads = np.where(key > 0, key + window - 1, 0)
-    at = np.maximum(query, -(-reads // granularity) * granularity)
-    return _cut(tasks, at, (query >= 0) & (key >= 0))
+    return _cut(tasks, np.maximum(query, -(-reads // granularity) * granularity), (query >= 0) & (key >= 0))
 
 
 def _cut(tasks: Ints, at: Ints, chosen: Bools | bool = True) -> Ints:
