@@ -9,7 +9,7 @@ from scripts import load_script
 
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting
+from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting, modes_cad
 from deepspeed_cad.forecast.compare import MODES, Comparison, choose, compare, label, recommend, say_need
 from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.forecast.step import COMPARED, OUTSIDE, RATIO, RUNS, SERVERS
@@ -70,8 +70,9 @@ def test_what_cannot_run_is_left_out_with_its_reason(changes: dict[str, Any], mo
 
 
 def test_no_steps_and_no_such_mode() -> None:
-    with pytest.raises(CADConfigError, match="there is no step"):
-        compare(setting(), [])
+    for steps in ([], [[], *LONG]):
+        with pytest.raises(CADConfigError, match="there is no step"):
+            compare(setting(), steps)
     with pytest.raises(CADConfigError, match="there is no mode 'nosuch'"):
         compare(setting(), LONG, ["nosuch"])
 
@@ -224,3 +225,11 @@ def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:
     dealt = compare(own, [step], ["cad reserved"], 1, fewer=lambda servers: same).found[0]
     cut = compare(own, [step], ["cad reserved"], 1).found[0]
     assert dealt.tokens == cut.tokens == 3 * 32768 and dealt.seconds.attention > 2 * cut.seconds.attention
+
+
+def test_the_first_step_says_how_many_servers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Layout] = []
+    monkeypatch.setattr(modes_cad, "even_servers", lambda setting, layout: asked.append(layout) or 2)
+    layouts = [Layout.from_rank_lengths([[4096]] * 4) for _ in range(3)]
+    compare(setting(), [layouts[:2], layouts[2:]], ["cad reserved"])
+    assert len(asked) == 1 and asked[0] is layouts[0]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.layout import LocalSegments, assemble
-from deepspeed_cad.planner.deal import Costs, Dealt, Step, deal, order_rows
+from deepspeed_cad.planner.deal import Costs, Dealt, Step, _fill, deal, order_rows
 
 EACH = 20.0
 """Pairs that a token costs outside attention: documents of 40 tokens have as much in it as outside."""
@@ -139,6 +139,20 @@ def test_documents_are_cut_where_they_are_longer_than_a_share(hosts: np.ndarray 
     assert hosts is not None or (dealt.tokens.max(axis=0) <= dealt.tokens.mean(axis=0) + 2).all()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shares", "most", "pieces"),
+    [
+        ([10], [1.0, 1.0], 5, [(0, 0, 5, 0), (0, 5, 10, 1)]),
+        ([10], [1.0], 5, None),  # no row for the rest of it
+        ([3, 9], [1.0, 1.0], 9, [(0, 0, 3, 0), (1, 0, 3, 0), (1, 3, 9, 1)]),
+        ([3, 9], [1.0, 2.0], 9, [(0, 0, 3, 0), (1, 0, 9, 1)]),  # not cut behind its first token
+        ([1], [1.0, 1.0], 5, None),  # nothing for the second row
+    ],
+)
+def test_rows_are_filled_by_their_shares(lengths: list, shares: list, most: int, pieces: list | None) -> None:
+    assert _fill(lengths, shares, most) == pieces
+
+
 def test_hosts_are_even_first() -> None:
     """A long document makes its rank late: its host gets less else, so that attention moves inside the host."""
     rows = [[[200]], [[20] * 10], [[20] * 10], [[20] * 60]]
@@ -154,6 +168,14 @@ def test_hosts_are_even_first() -> None:
 
     apart, together = load_of_hosts(None), load_of_hosts(at_home)
     assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02
+
+
+def test_rows_beside_a_long_sample_take_as_long_as_it() -> None:
+    """Padded: 10 samples of 10 tokens meet the one of 100, and the micro-batch after them has little left."""
+    step = step_of([[[100], [10] * 7], [[10] * 4, [10] * 3]], padded=True)
+    dealt = deal(step, costs_of(step, 0.0), 0.05)
+    assert dealt is not None and dealt.after == (100 + 20) * EACH < dealt.before == (100 + 70) * EACH
+    assert dealt.tokens.tolist() == [[100, 20], [100, 20]]
 
 
 def test_slow_ranks_get_less() -> None:

@@ -49,6 +49,7 @@ OTHERS = {
     "return": number(is_return=True),
     "schedule": number(of=make_schedules(3, 2, 300)[0]),
     "window": number(of=replace(SCHEDULE, window=7)),
+    "a window of one key": number(of=replace(SCHEDULE, window=1)),
     "groups": number(of=replace(SCHEDULE, groups=7)),
 }
 

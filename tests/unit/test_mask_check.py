@@ -116,6 +116,8 @@ WRONG: dict[str, tuple[Mask, int | None]] = {
     "chunks taken for a window": (lambda b, h, q, k: (k <= q) & (q // 50 == k // 50), 50),
     "not the diagonal": (lambda b, h, q, k: k < q, None),
     "a hidden first token": (lambda b, h, q, k: (k <= q) & (k > 0), None),
+    "a last token that all see": (lambda b, h, q, k: (k <= q) | (k == 299), None),
+    "a last token that sees nothing": (lambda b, h, q, k: (k <= q) & (q != 299), None),
 }
 
 

@@ -84,6 +84,14 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
         assert one.seconds(1) is None  # another model
 
 
+def test_half_of_a_difference_is_made_up_for_at_once() -> None:
+    forward: list[float] = [0.0]
+    everyone = _linear([(forward, [2e-6], [False])] * 2)
+    for forward[0], found in ((1e-6, 3e-6), (3e-6, 4e-6), (3e-6, 4.5e-6)):
+        _meet(everyone)
+        assert everyone[0].seconds(0) == pytest.approx([found] * 2)
+
+
 def test_where_gpus_wait_for_their_hosts_all_trainers_count_as_equally_fast() -> None:
     """Until they have not for some steps. What a host takes to launch differs by chance."""
     waited = [True] * 4

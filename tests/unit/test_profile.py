@@ -46,6 +46,28 @@ def test_the_fit_finds_known_coefficients(true: tuple[float, ...], sizes: measur
     assert np.abs(fit.errors).max() < 1e-6
 
 
+@pytest.mark.parametrize(("sizes", "most"), [(measure.CPU, 1), (replace(measure.CPU, tokens=16), 1 << 40)])
+def test_a_call_has_one_task_where_no_more_fit(sizes: measure.Sizes, most: int) -> None:
+    """In memory, or beside shards of more rows than a call has."""
+    found = [call for call in measure.calls(sizes, 8, most) if call.label.startswith("shards")]
+    assert [len(call.begin) for call in found] == [1] * (2 * len(sizes.shards) * len(sizes.prefixes))
+    mixed = [int(call.end.sum()) for call in measure.calls(sizes, 8, most) if call.label.startswith("mixed")]
+    assert mixed == [min(most, 16)] * (2 * sizes.mixes)
+
+
+def test_whole_documents_weigh_more_and_mixed_ones_nothing() -> None:
+    """Where no cost model fits all: shards take a half longer than it says, mixed lengths ten times as long."""
+    measured = []
+    for one in measured_as((1.1e-11, 6.6e-9, 2.4e-9, 1e-6)):
+        off = 1.5 if one.call.begin.any() else 1.0 if one.call.fitted else 10.0
+        measured.append(replace(one, forward=off * one.forward, backward=off * one.backward))
+    fit, fitted = measure.fit_measured(measured), np.array([one.call.fitted for one in measured])
+    counts, seconds = np.array([one.call.counts for one in measured]), np.array([one.seconds for one in measured])
+    shards = np.array([bool(one.call.begin.any()) for one in measured])
+    expected = measure.fit_cost(counts, seconds, np.where(shards, 1.0, measure.DOCUMENT_WEIGHT) * fitted)
+    assert [fit.pair, fit.row, fit.key, fit.task] == expected.tolist()
+
+
 def test_gpus_are_measured_in_larger_sizes() -> None:
     found = [measure.sizes_for(device, quick) for device in (CPU, GPU) for quick in (False, True)]
     assert found == [measure.CPU, measure.CPU_QUICK, measure.GPU, measure.GPU_QUICK]
@@ -147,6 +169,11 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE and Profile.load(path).figures == PROFILE.figures
     assert replace(PROFILE, date="another day").figures == PROFILE.figures
+    # Of what a file leaves out there is nothing.
+    least = {"shape": vars(USUAL_SHAPE), "pair": 1.0}
+    path.write_text(json.dumps({"machine": "some GPU", "kernel": "any", "entries": [least]}))
+    (entry,) = Profile.load(path).entries
+    assert vars(entry) == least | {"shape": USUAL_SHAPE} | dict.fromkeys(("row", "key", "task", "error", "worst"), 0.0)
     with pytest.raises(CADConfigError, match="cannot be written"):
         PROFILE.save(path / "below a file.json")
 

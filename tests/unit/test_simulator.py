@@ -194,6 +194,9 @@ def test_as_many_servers_as_have_equally_much_to_do() -> None:
     attention = float(of_documents(layout, COST).sum()) * own.shape.groups * MODEL.layers
     other = 64 * float(non_attention(own, np.array([16384.0])).each.sum())
     assert modes_cad.even_servers(own, layout) == int(64 * attention / (attention + other)) > 1
+    # One serves however little attention there is, and one trains however much.
+    few, most = (replace(own, cost=CostModel("test", "seconds", pair=pair)) for pair in (1e-20, 1e10))
+    assert [modes_cad.even_servers(one, layout) for one in (few, most)] == [1, 63]
 
 
 def test_rows_that_are_not_equally_full_get_whole_layers_made_even(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,8 @@ def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) ->
     figures = Statistics(mean=1.0, slowest_before=1.66, slowest=3.0)
     facts = _facts(trainers=2, trainers_serve=serve, servers=servers, servers_at_start=servers, statistics=figures)
     assert f", {words}, " in session_lines.summary(facts)
+    beside = f" beside {servers} reserved server{'s' * (servers > 1)}" if servers else ""
+    assert session_lines.describe(facts).startswith(f"rank 0 of 2 attention servers{beside}, ")
 
 
 @pytest.mark.parametrize(
