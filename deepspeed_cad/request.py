@@ -20,7 +20,7 @@ class Request:
     config: CADConfig
     asked_by: str
     split: dict[str, Any] | None = None
-    """Where other ranks only serve: this process's numbers (server.split.Split)."""
+    """Where other ranks only serve: this process's numbers (server.launch.Split)."""
 
     def publish(self) -> None:
         """Put it into the environment, for the processes that this one starts."""
