@@ -25,8 +25,9 @@ def check(place: Place, transport: str, how: str) -> Found:
     last = place.ranks - 1
     model = training.tiny_llama(torch.float32).to(place.device)
     block = {"granularity": 16, "timeout_s": TIMEOUT_S, "transport": transport, "kernel": "torch_math"}
-    # The same plan in every step: a kernel that is met first in the last one could keep the GPU from being freed.
-    block |= {"links": {"inside": 100.0, "between": 100.0}}
+    # The same plan in every step: a kernel that is met first in the last one could keep the GPU from being freed. By
+    # pairs attention moves also where GPUs wait for their hosts, as they do in steps this small.
+    block |= {"links": {"inside": 100.0, "between": 100.0}, "cost": "pairs"}
     deepspeed_cad.apply(model, block)
     batch = training.pack(training.documents([300, 20] if place.rank == 0 else [33], seed=place.rank))
     batch = {name: value.to(place.device) for name, value in batch.items()}
