@@ -120,6 +120,11 @@ def test_pieces_that_do_not_make_a_document_are_named(ranks: list[list[int]], wo
         assemble([segments_from_positions(own) for own in ranks])
 
 
+def test_halves_that_touch_are_one_piece() -> None:
+    pieces = Layout.from_stream([8], 2, 4, zigzag=True).segments.to_array()
+    assert sorted(pieces.tolist()) == [[0, 0, 2, 0, 0], [0, 2, 6, 1, 0], [0, 6, 8, 0, 2]]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 6))
 def test_zigzag_keeps_rows_and_evens_attention(lengths: list[int], ranks: int) -> None:

@@ -40,6 +40,11 @@ def test_rollouts_are_dealt_out_as_trainers_do_it(packing: str) -> None:
         assert (np.diff(work, axis=1) <= 0).all()
 
 
+def test_a_step_that_lacks_documents_is_left_out() -> None:
+    rows = Rows(100, "by_length", batch=2)
+    assert [len(list(deal_by_length([9] * count, 2, rows))) for count in (3, 4, 7, 8)] == [0, 1, 1, 2]
+
+
 def test_passes_add_up_and_servers_are_left_out() -> None:
     steps = list(deal_by_length(LENGTHS, 8, Rows(65536, "by_length", batch=16)))[:2]
     modes = ["plain kept", "cad", "cad reserved"]
