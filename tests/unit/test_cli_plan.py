@@ -23,17 +23,9 @@ from deepspeed_cad.forecast.compare import Comparison
 from deepspeed_cad.layout import Layout
 
 GOOD: dict[str, Any] = {
-    "documents": [30000, 0, 500, 20000, 15000],
-    "tokens_per_rank": 16384,
-    "ranks": 4,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 16,
-    "bytes_per_element": 2,
-    "window": None,
-    "cost": "pairs",
-    "tolerance": 0.02,
-}
+    "documents": [30000, 0, 500, 20000, 15000], "tokens_per_rank": 16384, "ranks": 4, "heads": 8, "kv_heads": 4,
+    "head_dim": 16, "bytes_per_element": 2, "window": None, "cost": "pairs", "tolerance": 0.02,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
