@@ -22,13 +22,11 @@ def import_deepspeed() -> ModuleType:
 def engine_config(stage: int, **changes: Any) -> dict[str, Any]:
     """A JSON of a loop of one's own, one micro-batch a step."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "wall_clock_breakdown": False,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
-        "wall_clock_breakdown": False,
-    }
+    }  # fmt: skip
     return config | changes
 
 

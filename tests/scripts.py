@@ -1,6 +1,8 @@
-"""Scripts of the repository that are no part of a package, imported for tests."""
+"""Scripts of the repository that are no part of a package, imported for tests, and what they print."""
 
 import importlib.util
+import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,3 +21,9 @@ def load_script(path: str) -> ModuleType:
     sys.modules[file.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def printed_losses(said: str) -> list[float]:
+    """What scripts of examples print last, on rank 0."""
+    (found,) = re.findall(r"^losses: (\[.*\])$", said, re.MULTILINE)
+    return json.loads(found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import printed_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -54,8 +55,7 @@ def _finetune(*arguments: str, steps: int = 3) -> list[float]:
         *demo.launcher(), "--num_gpus", "2", "--master_port", str(demo.free_port()),
         "examples/finetune_deepspeed.py", "--tiny", "--steps", "3", "--learning-rate", "0.01", *arguments,
     )  # fmt: skip
-    last = next(line for line in printed.splitlines() if line.startswith("losses: "))
-    losses: list[float] = json.loads(last.removeprefix("losses: "))
+    losses = printed_losses(printed)
     assert len(losses) == steps
     return losses
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trainers
 from forked import launch
+from scripts import printed_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,11 +72,6 @@ def _million(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str
     return launch(ranks, ["examples/million_tokens.py", *arguments], ROOT, PYTHONWARNINGS="ignore")
 
 
-def _losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    last = next(line for line in done.stdout.splitlines() if line.startswith("losses: "))
-    return json.loads(last.removeprefix("losses: "))
-
-
 @pytest.mark.slow
 @ON_CPU
 def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) -> None:
@@ -91,7 +87,7 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
             "--data", str(tmp_path / "data.jsonl"), "--tokens", "400", "--tile", "64", "--save", str(out), ranks=ranks,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
-        losses.append(_losses(done))
+        losses.append(printed_losses(done.stdout))
     assert losses[1] == pytest.approx(losses[0], abs=2e-5) and len(set(losses[0])) == 3
     AutoModelForCausalLM.from_pretrained(out)
     AutoTokenizer.from_pretrained(out)
@@ -113,5 +109,5 @@ def test_a_hybrid_on_two_ranks_is_one_on_one() -> None:
     for ranks in (1, 2):
         done = _million("--tiny", "--hybrid", ranks=ranks)
         assert done.returncode == 0, done.stderr[-4000:]
-        losses.append(_losses(done))
+        losses.append(printed_losses(done.stdout))
     assert losses[1] == pytest.approx(losses[0], abs=2e-5)

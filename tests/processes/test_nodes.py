@@ -1,6 +1,5 @@
 """The scripts of examples/nodes for several nodes, as they stand there: network namespaces are the nodes."""
 
-import json
 import re
 import subprocess
 import time
@@ -13,6 +12,7 @@ from cluster_commands import put_into
 from forked import launch
 from namespaces import Hosts, open_hosts
 from ports import free_port
+from scripts import printed_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ROOT / "examples" / "nodes"
@@ -21,19 +21,13 @@ ALL_PROCESSES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLIN
 """What takes the place of GPUs here."""
 
 
-def losses(said: str) -> list[float]:
-    """What the script prints last, on rank 0."""
-    (found,) = re.findall(r"^losses: (\[.*\])$", said, re.MULTILINE)
-    return json.loads(found)
-
-
 @pytest.fixture(scope="module")
 def on_one_node() -> list[float]:
     """Losses of as many ranks without a network between them."""
     words = ["examples/finetune_deepspeed.py", "--deepspeed_config", "examples/ds_zero3_cad.json", *SCRIPT]
     done = launch(2, words, ROOT, **ALL_PROCESSES)
     assert done.returncode == 0, done.stderr[-3000:]
-    return losses(done.stdout)
+    return printed_losses(done.stdout)
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def finish(processes: list[subprocess.Popen[str]], expected: list[float]) -> str
         out, log = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
         assert process.returncode == 0, (out + log)[-6000:]
         said += out + log
-    assert losses(said) == pytest.approx(expected, rel=1e-5)
+    assert printed_losses(said) == pytest.approx(expected, rel=1e-5)
     assert "CAD is on: 2 ranks" in said and re.search(r"between hosts 0\.\d+ GB/s \(measured\)", said), said
     assert sum(map(float, re.findall(r"([\d.]+) MiB moved", said))) > 0, "CAD had work for another node"
     return said

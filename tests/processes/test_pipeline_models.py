@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import pipelines
 import pytest
 import torch
 import training
+from model_cases import tiny_config
 from pool import WorkerPool
+from scripts import printed_losses
 from test_benchmarks import ROOT, torchrun
 from told import told
 
@@ -26,18 +27,11 @@ BLOCK = {"cost": "pairs", "granularity": 2}
 COUNT = 3
 
 
-def _config(name: str) -> Any:
-    from transformers import GptOssConfig, Qwen3Config
-
-    common = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 4096, "head_dim": 8, "sliding_window": 16,
-    }  # fmt: skip
-    if name == "qwen3, tied":
-        return Qwen3Config(**common, use_sliding_window=True, max_window_layers=1, tie_word_embeddings=True)
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
     # Sinks, windows in every other layer, and experts.
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    return GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+}
 
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -62,12 +56,13 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3, tied", "gpt-oss"])
-def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", CHANGES)
+def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
+    config = tiny_config(kind, vocab_size=64, num_hidden_layers=4, sliding_window=16, **CHANGES[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "before")
     found = fresh_workers.run(_train_and_write, 4, str(tmp_path / "before"), str(tmp_path / "after"), timeout=120.0)
     alone = copy.deepcopy(model)
@@ -83,10 +78,6 @@ def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, name: str) ->
     assert seen == set(gradients)
     for key, p in after.named_parameters():
         torch.testing.assert_close(p, dict(model.named_parameters())[key] - gradients[key], atol=1e-5, rtol=0)
-
-
-def _losses(output: str) -> list[float]:
-    return json.loads(re.search(r"losses: (\[.*\])", output).group(1))
 
 
 @pytest.mark.slow
@@ -106,7 +97,7 @@ def test_the_example_there_and_without_cad(tmp_path: Path, monkeypatch: pytest.M
     assert cad.returncode == 0, cad.stderr
     plain = torchrun(2, *command, "--no-cad")
     assert plain.returncode == 0, plain.stderr
-    assert _losses(cad.stdout) == pytest.approx(_losses(plain.stdout), abs=1e-5)
+    assert printed_losses(cad.stdout) == pytest.approx(printed_losses(plain.stdout), abs=1e-5)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type == "llama"
 
     step = 2 * (3 + 2 - 1)
