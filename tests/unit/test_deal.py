@@ -175,14 +175,15 @@ def test_even_rows_stay_where_no_gain_is_asked_for() -> None:
     assert deal(step, costs_of(step, 0.0), 0.0) is None
 
 
-def test_rows_beside_a_long_sample_take_as_long_as_it() -> None:
-    """Padded: 10 samples of 10 tokens meet the one of 100, and the micro-batch after them has little left."""
-    step = step_of([[[100], [10] * 7], [[10] * 4, [10] * 3]], padded=True)
+@pytest.mark.parametrize("padded", [True, False])
+def test_rows_beside_a_long_one_take_as_long_as_it(padded: bool) -> None:
+    """10 samples of 10 tokens meet the one of 100, and the micro-batch after them has little left."""
+    step = step_of([[[100], [10] * 7], [[10] * 4, [10] * 3]], padded)
     dealt = deal(step, costs_of(step, 0.0), 0.05)
     assert dealt is not None and dealt.after == (100 + 20) * EACH < dealt.before == (100 + 70) * EACH
-    assert dealt.tokens.tolist() == [[100, 20], [100, 20]]
+    assert np.sort(dealt.tokens).tolist() == [[20, 100], [20, 100]]
     in_seconds = deal(step, Costs(np.zeros(15), np.full(2, 1e-9), np.ones(2)), 0.05)
-    assert in_seconds is not None and in_seconds.fingerprint() == dealt.fingerprint()
+    assert in_seconds is not None and in_seconds.tokens.tolist() == dealt.tokens.tolist()
 
 
 def test_documents_move_so_that_less_attention_does() -> None:

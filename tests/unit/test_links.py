@@ -153,6 +153,7 @@ def test_speeds_are_corrected_slowly_and_bounded() -> None:
 def test_paused_ranks_use_the_rule() -> None:
     speeds = link_speeds()
     assert speeds.links == START and speeds.now == (1e11, 1e10), "nobody has said anything yet"
+    assert len(speeds.report(0)) == speeds.columns == reports([0], [0]).shape[1]
     speeds.hear(0, reports([0, 0], [0, 0], paused=1))
     assert speeds.now == (4e11, None) and speeds.links is RULE
     speeds.hear(0, reports([0, 0], [0, 0]))

@@ -71,6 +71,7 @@ def _linear(
 
 def _meet(everyone: list[NonAttention], model: int = 0) -> None:
     reports = np.stack([one.report(model) for one in everyone])
+    assert reports.shape[1] == NonAttention.columns
     for one in everyone:
         one.hear(model, reports)
 
