@@ -176,7 +176,11 @@ def _hands_on(kernel: Callable[..., Any]) -> bool:
     if closure := getattr(kernel, "__closure__", None):
         names = dict(zip(kernel.__code__.co_freevars, closure))
         kernel = names["implementation"].cell_contents if "implementation" in names else kernel
-    return "cp_context" in inspect.signature(kernel).parameters
+    if "cp_context" not in inspect.signature(kernel).parameters:
+        return False
+    from fla.ops.cp import FLACPContext
+
+    return hasattr(FLACPContext, "layout")  # since 0.6, the first one that was tried
 
 
 def _as_context(spanning: Spanning) -> Any:

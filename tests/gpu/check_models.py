@@ -92,11 +92,10 @@ def run(place: Place, lines: Lines, case: str) -> None:
     for kind in case.split(",") if case else filter(_runs, MODELS):
         model = make_model(place, kind, sizes)
         # flash-linear-attention hands state on, so no heads come in waves.
-        parts = kind == HYBRID and importlib.util.find_spec("fla") is None
-        several = ("rows", "stream", "waves") if parts else ("rows", "stream")
+        waves = ("waves",) * (kind == HYBRID and importlib.util.find_spec("fla") is None)
         exchanges = dict.fromkeys(transports, 0)
         exact: list[tuple[Results, dict[str, float]]] = []
-        for documents in several if place.ranks > 1 else ("rows",):
+        for documents in ("rows", "stream", *waves) if place.ranks > 1 else ("rows",):
             # The backward of causal-conv1d 1.7 refuses a sequence of one token in models that call it for fla.
             shortest = 2 if NEEDS.get(kind) == "fla" else 1
             lengths = make_lengths(documents, place.ranks, sizes.tokens, shortest)

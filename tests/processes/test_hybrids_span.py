@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,11 +161,23 @@ def test_state_handed_on(workers: WorkerPool, checkpoint: bool | None, zigzag: b
     """Kernels that hand state from rank to rank run all heads of each rank's own rows, where documents lie in turn on
     neighbouring ranks; also ranks without such rows, and beside documents that lie on one rank."""
     for world, streams in ((2, [WAVES, [20, 30, 40, 90, 20]]), (3, [STREAM, [50, 110, 20], [60, 20, 40], [4]])):
-        given = {"streams": streams, "kernel": "chained_delta_rule", "checkpoint": checkpoint}
-        for worst, waves, calls in workers.run(_named, world, "qwen3_next", given | {"how": {"zigzag": zigzag}}):
+        how = {"kernel": "chained_delta_rule", "checkpoint": checkpoint, "how": {"zigzag": zigzag}}
+        for worst, waves, calls in workers.run(_named, world, "qwen3_next", {"streams": streams, **how}):
             assert worst < 1e-10
-            assert bool(waves) == zigzag
-            assert ("cp_context" in calls) != zigzag
+            assert bool(waves) == zigzag != ("cp_context" in calls)
+
+
+@pytest.mark.parametrize(("takes", "layout"), [(True, True), (True, False), (False, True)])
+def test_which_kernels_hand_state_on(monkeypatch: pytest.MonkeyPatch, takes: bool, layout: bool) -> None:
+    """As the wrapper of transformers finds them, whose own arguments are those of its torch code."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    kernel, context = (lambda q, cp_context=None: q) if takes else lambda q: q, {"layout": ""} if layout else {}
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(chunk_gated_delta_rule=kernel))
+    monkeypatch.setitem(sys.modules, "fla.ops.cp", SimpleNamespace(FLACPContext=type("FLACPContext", (), context)))
+    wrapped = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(lambda q: q)
+    assert wrapped is not kernel
+    assert spanning._hands_on(wrapped) == spanning._hands_on(kernel) == (takes and layout)
 
 
 def test_waves(workers: WorkerPool) -> None:
@@ -265,7 +279,6 @@ def test_what_moves(workers: WorkerPool) -> None:
     # Forward: rows before pieces, what the kernel reads, what it gives; backward the other way round.
     channels = 2 * 2 * 8 + 4 * 8
     by_heads = 200 // 2 * 4 * np.array([channels + 2 * 4, 4 * 8])
-    print("bytes moved by each exchange of a layer", total.tolist(), "by an all-to-all", by_heads.tolist())
     assert total[0] == total[5] == 3 * channels * 4
     assert (total[1:3] <= by_heads).all() and (total[3:5] <= by_heads[::-1]).all()
 
@@ -299,11 +312,9 @@ def test_evaluation(workers: WorkerPool) -> None:
 
 def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> str:
     model = deepspeed_cad.apply(family("lfm2", torch.float32), block)
-    whole, _ = _part([160, 20, 20, 120], rank, trainers)
-    model(**whole, use_cache=False).logits.sum().backward()
-    part, _ = _part(STREAM, rank, trainers)
+    model(**_part([160, 20, 20, 120], rank, trainers)[0], use_cache=False).logits.sum().backward()
     try:
-        model(**part, use_cache=False)
+        model(**_part(STREAM, rank, trainers)[0], use_cache=False)
     except CADUnsupportedError as error:
         return str(error)
     return ""
@@ -317,11 +328,10 @@ def test_servers_are_refused(workers: WorkerPool) -> None:
 
 def _refused(rank: int, world: int, what: str) -> str:
     """What every rank says of a model whose state cannot travel."""
-    (kernel,) = (name for name in spanning.KERNELS if "gated_delta" in name)
-    axes = {name: of for name, of in spanning.KERNELS[kernel].items() if name != "beta"}
+    axes = {name: of for name, of in spanning.KERNELS[spanning.DELTA_RULE].items() if name != "beta"}
     with pytest.MonkeyPatch.context() as patch:
         if what != "differs":
-            patch.setattr(spanning, "KERNELS", {} if what == "kernel" else {kernel: axes})
+            patch.setattr(spanning, "KERNELS", {} if what == "kernel" else {spanning.DELTA_RULE: axes})
         types = ["linear_attention", "full_attention"]
         types = types[::-1] if what == "differs" and rank else types
         model = tiny_model("qwen3_5_text", torch.float32, layer_types=types, num_hidden_layers=2).train()
@@ -333,14 +343,14 @@ def _refused(rank: int, world: int, what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("kernel", "Qwen3_5GatedDeltaNet of layer 0 has no kernel that CAD knows"),
-        ("arguments", "Qwen3_5GatedDeltaNet of layer 0 called its kernel in a way that CAD does not know"),
-        ("differs", "have another model than the rest"),
-    ],
-)
+REFUSED = {
+    "kernel": "Qwen3_5GatedDeltaNet of layer 0 has no kernel that CAD knows",
+    "arguments": "Qwen3_5GatedDeltaNet of layer 0 called its kernel in a way that CAD does not know",
+    "differs": "have another model than the rest",
+}
+
+
+@pytest.mark.parametrize(("what", "said"), REFUSED.items())
 def test_refusals(fresh_workers: WorkerPool, what: str, said: str) -> None:
     """Kernels that CAD does not know, and ranks whose layers differ."""
     for found in fresh_workers.run(_refused, 2, what):

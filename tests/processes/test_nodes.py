@@ -80,7 +80,6 @@ def hostfile(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the scripts are started."""
     monkeypatch.chdir(ROOT)
 
 

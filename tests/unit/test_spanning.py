@@ -130,18 +130,17 @@ def test_chain(drawn: tuple[list[int], int, bool, int]) -> None:
     """Where documents lie in turn on neighbouring ranks, each rank knows how many hold its first and its last one."""
     lengths, ranks, zigzag, _ = drawn
     layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
-    of, begins, ends, rank_of, _ = layout.segments.to_array().T
-    pieces = {at: sorted(zip(begins[of == at], ends[of == at], rank_of[of == at])) for at in range(len(lengths))}
-    pieces = {at: several for at, several in pieces.items() if len(several) > 1}
-    holders = {at: [int(rank) for _, _, rank in several] for at, several in pieces.items()}
+    pieces = sorted(layout.segments.to_array()[:, :4].tolist())  # document, begin, end, rank
+    holders = {at: [rank for document, _, _, rank in pieces if document == at] for at in range(len(lengths))}
+    holders = {at: held for at, held in holders.items() if len(held) > 1}
     one_by_one = all(held == list(range(held[0], held[0] + len(held))) for held in holders.values())
     in_turn = [rank for held in holders.values() for rank in held]
     for rank, one in enumerate(_all_ranks(layout)):
         if not one_by_one or in_turn != sorted(in_turn):
             assert one.chain is None
-        elif mine := [at for at, held in holders.items() if rank in held]:
-            sizes = [int(end - begin) for at in mine for begin, end, held in pieces[at] if held == rank]
-            first, last = holders[mine[0]], holders[mine[-1]]
+        elif mine := [piece for piece in pieces if piece[0] in holders and piece[3] == rank]:
+            first, last = holders[mine[0][0]], holders[mine[-1][0]]
+            sizes = [end - begin for _, begin, end, _ in mine]
             assert one.chain == (sizes, first.index(rank), len(last) - 1 - last.index(rank))
         else:
             assert one.chain == ([1], 0, 0)
