@@ -98,11 +98,6 @@ def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
     assert doctor.try_packages()[0] == found
 
 
-def test_autoload_that_is_turned_off_is_reported(monkeypatch) -> None:
-    monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
-    assert "turned off" in doctor.try_autoload()[0].detail
-
-
 def test_autoload_is_tried_in_another_python(monkeypatch) -> None:
     monkeypatch.delenv("DEEPSPEED_CAD_AUTOLOAD", raising=False)
     for code, out, said in (0, "True", "active"), (0, "False", "not active"), (1, "True", "importing deepspeed fails"):
@@ -110,9 +105,16 @@ def test_autoload_is_tried_in_another_python(monkeypatch) -> None:
         monkeypatch.setattr(doctor.subprocess, "run", lambda *_, done=done, **given: done)
         (found,) = doctor.try_autoload()
         assert found.detail.startswith(said) and found.name == "autoload" and found.ok == (not found.remedy)
+    monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
+    assert "turned off" in doctor.try_autoload()[0].detail
 
 
-def test_transports_that_cannot_be_tried(monkeypatch) -> None:
+def test_transports_are_tried_between_two_processes(monkeypatch) -> None:
+    process = SimpleNamespace(communicate=lambda timeout: ("so\n3 GB/s", "why\nthat is why"), kill=int, wait=int)
+    monkeypatch.setattr(doctor.subprocess, "Popen", lambda *_, **given: process)
+    for process.returncode, said in (0, "exchanged slices on the CPU at 3 GB/s"), (1, "failed: that is why"):
+        (found,) = doctor._try_transport("c10d")
+        assert found.detail.endswith(f"two processes {said}") and found.ok == (process.returncode == 0)
     for ok, said in (True, "NCCL; not tried, because this process sees one GPU"), (False, "NCCL"):
         monkeypatch.setattr("deepspeed_cad.exchange.probe.probe", lambda name, ok=ok: (ok, "NCCL"))
         assert doctor._try_transport("nccl") == [Finding("nccl", ok, said)]

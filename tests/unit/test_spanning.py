@@ -43,8 +43,6 @@ def _carry(schedules: list[Schedule], rows: list[np.ndarray]) -> list[np.ndarray
 STREAMS = st.tuples(
     st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 5), st.booleans(), st.integers(1, 9)
 )
-
-
 LIMITS = st.sampled_from([math.inf, 4000.0, 500.0])
 
 
