@@ -24,8 +24,8 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.pipeline import engine as engines
 from deepspeed_cad.pipeline.data import read_micro_batch
-from deepspeed_cad.pipeline.engine import _make_eval_batch, _make_train_batch, _refuse_block, _refuse_module
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
 from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
@@ -57,7 +57,7 @@ def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count:
         assert all(backward[m] == later_backward[m] + 1 for m in backward)
     for stage in range(stages):
         forward, backward = when[stage]
-        buffers = rounds.buffers(stage)
+        buffers = engines.LockstepSchedule(rounds, stage).num_pipe_buffers()
         for r in range(rounds.count + 1):
             # Held at the end of a round: what is in flight, what just ran backward, and what arrives for the next.
             held = {m for m in forward if forward[m] <= r and backward[m] >= r}
@@ -160,7 +160,7 @@ def test_work_of_layers_counts_visited_experts_only() -> None:
 pytest.importorskip("deepspeed")
 
 
-@pytest.mark.parametrize("make", [_make_train_batch, _make_eval_batch], ids=["step", "evaluation"])
+@pytest.mark.parametrize("make", [engines._make_train_batch, engines._make_eval_batch], ids=["step", "evaluation"])
 @pytest.mark.parametrize(
     ("error", "tells"), [(OSError("the disk is gone"), True), (StopIteration("the loader ended"), False)]
 )
@@ -179,7 +179,7 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
 def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
     module = SimpleNamespace(topology=lambda: topology, parts=parts)
-    _refuse_module(module, {"zero_optimization": {"stage": stage}})
+    engines._refuse_module(module, {"zero_optimization": {"stage": stage}})
 
 
 IDS = torch.arange(4)[None]
@@ -189,12 +189,12 @@ IDS = torch.arange(4)[None]
     ("refuse", "given", "words"),
     [
         (
-            _refuse_block,
+            engines._refuse_block,
             [CADConfig(recompute_attention=True)],
             '"recompute_attention" is True, which a pipeline cannot',
         ),
-        (_refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
-        (_refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
+        (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
+        (engines._refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
         (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
         (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
         (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
