@@ -30,6 +30,7 @@ def test_reading_during_a_forward_changes_nothing() -> None:
     model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
     session: Any = deepspeed_cad.current_session()
     assert not any(vars(Statistics()).values())
+    assert Statistics(served_s=0.25, servers_s=0.5).servers_idle == 0.5
     seen = []
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(session.statistics))
     training.loss_sum(model, training.pack(training.documents([9, 30], seed=0)))
