@@ -1,8 +1,9 @@
 """Layers that carry state, run on documents that span ranks.
 
 Projections, gates and norms run on the rank's own rows as they are. Two functions of the layer's module are others
-while it runs: the convolution gets the rows before each piece, and the recurrent kernel runs whole documents, of some
-heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels, `G` head groups, `x` any size.
+while it runs: the convolution gets the rows before each piece, and the recurrent kernel hands state from rank to rank,
+if it can, or runs whole documents, of some heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels, `G` head
+groups, `x` any size.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _convolve(
 def _run_kernel(
     axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """A recurrent kernel on whole documents, some heads of each on this rank."""
+    """A recurrent kernel on this rank's rows with the state of others, or on whole documents, some heads of each."""
     # Packages name what comes by position otherwise, and order what comes by keyword otherwise: both stay as they are.
     placed = list(axes)[: len(args)]
     given = {**dict(zip(placed, args)), **kwargs}

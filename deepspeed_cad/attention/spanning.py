@@ -3,7 +3,8 @@
 In: the layout of a micro-batch and its transport. Out: for the kernel of such a layer all rows of a document, of some
 heads on each of its ranks; for its short convolution the rows before each piece. The first is a dispatch to the ranks
 that run heads and a return, as in attention; the second a dispatch alone, whose backward is one the other way round.
-Every rank takes part in each, also with nothing to send.
+Every rank takes part in each, also with nothing to send. Where the kernel hands state on itself, no rows move for it:
+it is told how each document lies on neighbouring ranks (`Chain`).
 
 A document's heads are divided among its ranks in proportion to the rows that each holds: so every rank runs as much as
 it would of its own rows, and fewer rows move than with equal shares. Where what lands would be more than there is
