@@ -1,19 +1,18 @@
 """Layers that carry state, run on documents that span ranks.
 
 Projections, gates and norms run on the rank's own rows as they are. Two functions of the layer's module are others
-while it runs: the convolution gets the rows before each piece, and the recurrent kernel hands state from rank to rank,
-if it can, or runs whole documents, of some heads on each rank. `B` is 1 here, `T` rows, `H` heads or channels, `G` head
-groups, `x` any size.
+while it runs: the convolution gets the rows before each piece. The recurrent kernel runs piece by piece, each from the
+state behind the one before it, or whole documents, of some heads on each rank. `B` is 1 here, `T` rows, `H` heads or
+channels, `G` head groups, `x` any size.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
+import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import Session
 from deepspeed_cad.shares import choose_groups
 
-CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+CONVOLUTION = "causal_conv1d_fn"
 KERNELS: dict[str, dict[str, str]] = {
-    DELTA_RULE: {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTH", "beta": "BTH"},
+    "torch_chunk_gated_delta_rule": {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTH", "beta": "BTH"},
     "chunk_kimi_delta_attention": {"query": "BTHx", "key": "BTHx", "value": "BTHx", "g": "BTHx", "beta": "BTH"},
     "mamba2_chunk_scan": {
         "hidden_states": "BTHx", "dt": "BTH", "A": "H", "B": "BTHx", "C": "BTHx", "D": "H", "dt_bias": "H",
@@ -38,6 +37,16 @@ KERNELS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Recurrent kernels by their names in transformers, with the axes of their tensors. The output is like the first one.
 H alone: a parameter of each head. Tensors may have fewer heads than others; each then serves as many."""
+STATES = {
+    "torch_chunk_gated_delta_rule": ("initial_state", "output_final_state", "key", "value"),
+    "chunk_kimi_delta_attention": ("initial_state", "output_final_state", "key", "value"),
+    "mamba2_chunk_scan": ("initial_states", "return_final_states", "hidden_states", "B"),
+}
+"""How kernels call the state that they begin with and the wish for the one that they end with, both [1, H, x, x'], and
+the tensors that have x and x'. Kernels of the first wish give two things in any case."""
+MOST_PIECES = 8
+"""Of a document whose state is handed on; heads part where there are more. Each waits for the one before it. Where no
+other layer fills that time, seven waits are as long as what parting heads takes (docs/models.md)."""
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Convolution and kernel in one: they give None where they cannot run, and the layer takes the two instead."""
 
@@ -74,7 +83,7 @@ def run_over_ranks(
 
         return call
 
-    others = {name: other(name, partial(_run_kernel, axes)) for name, axes in KERNELS.items() if name in home}
+    others = {name: other(name, functools.partial(_run_kernel, name)) for name in KERNELS if name in home}
     others[CONVOLUTION] = other(CONVOLUTION, _convolve)
     expected = set(others)
     others |= {name: lambda *args, **kwargs: None for name in FUSED if name in home}
@@ -105,19 +114,22 @@ def _convolve(
     weight = args[0] if args else kwargs["weight"]
     count, rows_TC = weight.shape[-1] - 1, x_1CT[0].T
     before = spanning.before(count)
-    blank, came = rows_TC.new_zeros(count, rows_TC.shape[1]), spanning.bring(before, layer, rows_TC)
+    blank = rows_TC.new_zeros(count, rows_TC.shape[1])
+    came = spanning.bring(before.exchange, layer, CONVOLUTION, rows_TC.index_select(0, before.sent))
     gots, sizes = map(list, zip(*before.pieces))
     parts = zip(gots, came.split(gots), rows_TC.split(sizes))
     joined = torch.cat([one for got, ahead, piece in parts for one in (blank[got:], ahead, piece)])
     output: torch.Tensor = own(joined.T[None].contiguous(), *args, **kwargs)
-    pieces = output.split([part for size in sizes for part in (count, size)], dim=2)[1::2]
-    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+    if len(sizes) == 1:  # cut off at once: gradients of parts are joined slowly along the innermost dimension
+        return output[:, :, count:]
+    return torch.cat(output.split([part for size in sizes for part in (count, size)], dim=2)[1::2], dim=2)
 
 
 def _run_kernel(
-    axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: nn.Module, *args: Any, **kwargs: Any
+    name: str, own: Callable[..., Any], spanning: Spanning, layer: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """A recurrent kernel on this rank's rows with the state of others, or on whole documents, some heads of each."""
+    axes = KERNELS[name]
     # Packages name what comes by position otherwise, and order what comes by keyword otherwise: both stay as they are.
     placed = list(axes)[: len(args)]
     given = {**dict(zip(placed, args)), **kwargs}
@@ -128,8 +140,49 @@ def _run_kernel(
             f"{name_layer(layer)} called its kernel in a way that CAD does not know ({len(args)} arguments by "
             f"position, {', '.join(sorted(unknown))}), so its state cannot travel. Give every rank whole documents"
         )
-    if spanning.chain is not None and axes is KERNELS[DELTA_RULE] and _hands_on(own):
-        return own(*args, **kwargs, cp_context=_as_context(spanning))
+    if name in STATES and spanning.longest <= MOST_PIECES:
+        return _hand_on(name, own, spanning, layer, placed, given)
+    return _part_heads(axes, own, spanning, layer, placed, given)
+
+
+def _hand_on(
+    name: str, own: Callable[..., Any], spanning: Spanning, layer: nn.Module, placed: list[str], given: dict[str, Any]
+) -> Any:
+    """The kernel piece by piece, each from the state behind the one before it: first all ranks run the first pieces of
+    documents, then the second ones. While a rank waits for states, those behind it may run the layer before."""
+    begins_with, wishes, *of_state = STATES[name]
+    rows = {one for one, axis in KERNELS[name].items() if axis.startswith("BT") and one in given}
+    first = given[next(iter(KERNELS[name]))]
+    state = 1, max(given[one].shape[2] for one in rows), *(given[one].shape[3] for one in of_state)
+    # Nothing at all of what came last goes with what is sent next, and with the output: backwards meet in this order.
+    came = first[:0].reshape(0, math.prod(state)).to(torch.promote_types(first.dtype, torch.float32))
+    outputs: list[Any] = [None] * len(spanning.pieces)
+    for place in range(spanning.longest):
+        behind, initials = [came[:0]], iter(came)
+        for at, piece in enumerate(spanning.pieces):
+            if piece.place != place:
+                continue
+            call = {**given, **{one: given[one][:, piece.rows] for one in rows}, wishes: not piece.is_last}
+            call[begins_with] = next(initials).view(state) if place else None
+            outputs[at] = own(*[call.pop(one) for one in placed], **call)
+            if not piece.is_last:
+                outputs[at], final = outputs[at]
+                behind.append(final.to(came.dtype).reshape(1, -1))
+            elif isinstance(outputs[at], tuple):
+                outputs[at] = outputs[at][0]
+        if place + 1 < spanning.longest:
+            came = spanning.bring(spanning.hop(place), layer, place, torch.cat(behind))
+    nothing = came[:0].reshape(1, 0, *outputs[0].shape[2:]).to(outputs[0].dtype)
+    whole = torch.cat([*outputs, nothing], dim=1)
+    return (whole, None) if wishes == "output_final_state" else whole
+
+
+def _part_heads(
+    axes: Mapping[str, str], own: Callable[..., Any], spanning: Spanning, layer: nn.Module, placed: list[str],
+    given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """The kernel on whole documents, some heads of each on each of its ranks."""
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     of_heads = {name for name in tensors if axes[name] == "H"}
     of_rows = {name: _Grouped.of(tensors[name], axes[name]) for name in axes if name in tensors.keys() - of_heads}
     first = next(iter(of_rows))
@@ -170,33 +223,6 @@ def _run_kernel(
     assert rows_nGw is not None
     whole = _Grouped(rows_nGw, most, axes[first]).ungroup(rows_nGw, groups).contiguous()
     return (whole, *[None] * (len(output) - 1)) if isinstance(output, tuple) else whole
-
-
-def _hands_on(kernel: Callable[..., Any]) -> bool:
-    """Whether a delta rule hands state from rank to rank: flash-linear-attention's does, which transformers wraps."""
-    if closure := getattr(kernel, "__closure__", None):
-        names = dict(zip(kernel.__code__.co_freevars, closure))
-        kernel = names["implementation"].cell_contents if "implementation" in names else kernel
-    if "cp_context" not in inspect.signature(kernel).parameters:
-        return False
-    from fla.ops.cp import FLACPContext
-
-    return hasattr(FLACPContext, "layout")  # since 0.6, the first one that was tried
-
-
-def _as_context(spanning: Spanning) -> Any:
-    """A chain as flash-linear-attention takes it, made once a micro-batch: it keeps what it derives by identity."""
-    if spanning.context is None:
-        from fla.ops.cp import FLACPContext
-
-        assert spanning.chain is not None
-        sizes, before, behind = spanning.chain
-        cumulative = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
-        spanning.context = FLACPContext(
-            group=spanning.group, cu_seqlens=cumulative.to(spanning.device), cu_seqlens_cpu=cumulative,
-            is_first_rank=not before, is_last_rank=not behind, pre_num_ranks=before, post_num_ranks=behind,
-        )  # fmt: skip
-    return spanning.context
 
 
 class _Grouped:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import training
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 
 class Kernels:
@@ -44,40 +40,12 @@ class Kernels:
 
         def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, **kwargs: Any) -> Any:
             cumulative = kwargs.pop("cu_seqlens", None)
-            kwargs = {name: kwargs[name] for name in ("output_final_state", "use_qk_l2norm_in_kernel")}
+            known = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+            kwargs = {name: kwargs[name] for name in known}
             cuts = self._cumulative("chunk_gated_delta_rule", cumulative, q.shape[0], q.shape[1])
             parts = zip(*(x.split(cuts, dim=1) for x in (q, k, v, g, beta)))
-            out = [own(*part[:3], g=part[3], beta=part[4], **kwargs)[0] for part in parts]
-            return torch.cat(out, dim=1), None
-
-        self.patch.setattr(self.home, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule)
-        return self
-
-    def chained_delta_rule(self) -> Kernels:
-        """The same with cp_context, which hands state from rank to rank: here each rank runs whole documents."""
-        whole = self.delta_rule().home.torch_chunk_gated_delta_rule
-        context = type("FLACPContext", (SimpleNamespace,), {"layout": "contiguous"})
-        self.patch.setitem(sys.modules, "fla.ops.cp", SimpleNamespace(FLACPContext=context))
-
-        def chunk_gated_delta_rule(*given: Any, g: Any, beta: Any, cp_context: Any = None, **how: Any) -> Any:
-            if cp_context is None:
-                return whole(*given, g, beta, **how)
-            rows, cuts = [], []
-            assert cp_context.is_first_rank == (cp_context.pre_num_ranks == 0)
-            assert cp_context.is_last_rank == (cp_context.post_num_ranks == 0)
-            sizes = self._cumulative("cp_context", cp_context.cu_seqlens, *beta.shape[:2])
-            told: Any = [None] * dist.get_world_size(cp_context.group)
-            dist.all_gather_object(told, (sizes, cp_context.pre_num_ranks), group=cp_context.group)
-            tokens = [sum(one) for one, _ in told]
-            for x in (*given, g, beta):
-                blank = x.new_zeros(1, max(tokens) - x.shape[1], *x.shape[2:])
-                parts = all_gather_tensor_autograd(torch.cat([x, blank], dim=1), 0, cp_context.group).split(1)
-                rows.append(torch.cat([part[:, :size] for part, size in zip(parts, tokens)], dim=1))
-            for one, before in told:
-                cuts += [cuts.pop() + one[0], *one[1:]] if before else one
-            ends = torch.tensor([0, *itertools.accumulate(cuts)], dtype=torch.int32)
-            begin = sum(tokens[: dist.get_rank(cp_context.group)])
-            return whole(*rows, **{**how, "cu_seqlens": ends})[0][:, begin : begin + sum(sizes)], None
+            out, states = zip(*(own(*part[:3], g=part[3], beta=part[4], **kwargs) for part in parts))
+            return torch.cat(out, dim=1), states[-1]
 
         self.patch.setattr(self.home, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule)
         return self
@@ -90,7 +58,8 @@ class Kernels:
             cuts = self._sequence("mamba_chunk_scan_combined", kwargs.pop("seq_idx", None), x.shape[0], x.shape[1])
             kwargs = {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq", "max_length"))}
             parts = zip(*(part.split(cuts, dim=1) for part in (x, dt, B, C)))
-            return torch.cat([own(x, dt, A, b, c, **kwargs) for x, dt, b, c in parts], dim=1)
+            out = [own(x, dt, A, b, c, **kwargs) for x, dt, b, c in parts]
+            return out[0] if kwargs["return_final_states"] else torch.cat(out, dim=1)
 
         self.patch.setattr(self.home, "mamba2_chunk_scan", mamba_chunk_scan_combined)
         # The fused one of training, which is both in one: left out, as where a layer's shape rules it out.

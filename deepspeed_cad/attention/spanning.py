@@ -1,10 +1,9 @@
 """Documents that span ranks, in layers that carry state: rows brought together, and taken apart again.
 
-In: the layout of a micro-batch and its transport. Out: for the kernel of such a layer all rows of a document, of some
-heads on each of its ranks; for its short convolution the rows before each piece. The first is a dispatch to the ranks
-that run heads and a return, as in attention; the second a dispatch alone, whose backward is one the other way round.
-Every rank takes part in each, also with nothing to send. Where the kernel hands state on itself, no rows move for it:
-it is told how each document lies on neighbouring ranks (`Chain`).
+In: the layout of a micro-batch and its transport. Out: for the kernel of such a layer the state behind the piece before
+each piece, or all rows of a document, of some heads on each of its ranks; for its short convolution the rows before
+each piece. Heads are a dispatch to the ranks that run them and a return, as in attention; states and rows before pieces
+a dispatch alone, whose backward is one the other way round. Every rank takes part in each, also with nothing to send.
 
 A document's heads are divided among its ranks in proportion to the rows that each holds: so every rank runs as much as
 it would of its own rows, and fewer rows move than with equal shares. Where what lands would be more than there is
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
 from deepspeed_cad.attention.nano_batches import in_backward, unseen_by_checkpointing
@@ -62,26 +60,31 @@ class Wave(NamedTuple):
     shares: list[Share]
 
 
+class Both(NamedTuple):
+    """An exchange without a return, and that of its gradients."""
+
+    out: Schedule
+    back: Schedule
+
+
 class Before(NamedTuple):
     """Rows before pieces, for a convolution."""
 
-    schedule: Schedule
-    back: Schedule
+    exchange: Both
     sent: Tensor
     """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
     pieces: list[tuple[int, int]]
     """Of each piece of this rank: how many of the rows before it came, and its own rows."""
 
 
-class Chain(NamedTuple):
-    """Documents of which each lies on neighbouring ranks, a piece on each: state may go from rank to rank."""
+class Piece(NamedTuple):
+    """Of a document, on this rank."""
 
-    sizes: list[int]
-    """Rows of each piece of this rank; one where it has none, for the row that stands in."""
-    before: int
-    """Ranks before this one that hold the document of its first piece."""
-    behind: int
-    """Ranks behind this one that hold the document of its last piece."""
+    rows: slice
+    """Of `Spanning.rows`."""
+    place: int
+    """Pieces of its document before it."""
+    is_last: bool
 
 
 class Spanning:
@@ -103,6 +106,9 @@ class Spanning:
         pieces = self._pieces = segments.select(order[several[order]])
         self._rank, self._ranks, self._transport, self._turn = rank, layout.ranks, transport, turn
         self.device, self._memory = device, memory
+        self._ahead = device.type == "cuda"
+        self._leaving: list[tuple[Any, Tensor]] = []
+        """Messages under way to others, and their rows."""
         self._sizes = pieces.end - pieces.begin
         self._base, _ = self._in_turn(pieces.rank, self._sizes)
         mine = pieces.rank == rank
@@ -116,15 +122,20 @@ class Spanning:
         self._held = np.zeros((len(names), layout.ranks), np.int64)
         """[documents, ranks] rows."""
         np.add.at(self._held, (of, pieces.rank), self._sizes)
-        self.chain = self._find_chain()
-        """None where documents lie otherwise, the same on all ranks."""
-        self.context: Any = None
-        """What a kernel's package makes of the chain."""
+        self.longest = int(self._count.max(initial=1))
+        """Pieces of the document that has most."""
+        self._place = np.arange(len(of)) - self._first[of]
+        last = self._place + 1 == self._count[of]
+        table = zip(self._base[mine], self._sizes[mine], self._place[mine], last[mine])
+        self.pieces = [Piece(slice(begin, begin + size), int(place), bool(end)) for begin, size, place, end in table]
+        """In the order of `rows`; one where there are none, for the row that stands in."""
+        self.pieces = self.pieces or [Piece(slice(0, 1), 0, True)]
+        self._hops: dict[int, Both] = {}
         self._heads: dict[tuple[int, int], list[Wave]] = {}
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
         """In the order in which they first ran."""
-        self._came: dict[Hashable, Tensor] = {}
+        self._came: dict[tuple[Hashable, Hashable], Tensor] = {}
 
     def heads(self, groups: int, size: int = 0, label: str = "") -> list[Wave]:
         """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
@@ -135,6 +146,14 @@ class Spanning:
             cuts = itertools.pairwise(self._cut(widths, size, label))
             self._heads[groups, size] = [self._one_wave(groups, *wave) for wave in cuts]
         return self._heads[groups, size]
+
+    def hop(self, place: int) -> Both:
+        """From each document's piece at this place to the next one, a row for each."""
+        if place not in self._hops:
+            behind = np.flatnonzero(self._place == place + 1)
+            home, server = self._pieces.rank[behind - 1], self._pieces.rank[behind]
+            self._hops[place] = self._both(home, server, np.ones(len(behind), np.int64))
+        return self._hops[place]
 
     def before(self, count: int) -> Before:
         if count not in self._before:
@@ -153,31 +172,15 @@ class Spanning:
         return found
 
     @unseen_by_checkpointing
-    def bring(self, before: Before, layer: Hashable, rows: Tensor) -> Tensor:
-        """The rows before pieces, out of those of this rank. Differentiable. They are few and kept: where activation
-        checkpointing runs the layer again, nothing moves."""
-        came, recomputes = self._came.get(layer), in_backward()
+    def bring(self, exchange: Both, layer: Hashable, what: Hashable, sent: Tensor) -> Tensor:
+        """What others send to this rank, [m, w] of `sent` [n, w]. Differentiable. It is little and kept: where
+        activation checkpointing runs the layer again, nothing moves. `what` tells it from the layer's other ones."""
+        came, recomputes = self._came.get((layer, what)), in_backward()
         if came is not None and not recomputes:
             raise CADError(f"{type(layer).__name__} with documents that span ranks was called twice in one forward")
-        sent = rows.index_select(0, before.sent)
-        found: Tensor = _Bring.apply(self, before, self._number(layer), came, sent)
-        self._came[layer] = found.detach()
+        found: Tensor = _Bring.apply(self, exchange, self._number(layer), came, sent)
+        self._came[layer, what] = found.detach()
         return found
-
-    @property
-    def group(self) -> ProcessGroup:
-        return processes_of(self._transport.group)
-
-    def _find_chain(self) -> Chain | None:
-        pieces = self._pieces
-        steps, same = np.diff(pieces.rank), np.diff(pieces.document) == 0
-        if (steps < 0).any() or (steps[same] != 1).any():
-            return None
-        if not len(mine := np.flatnonzero(pieces.rank == self._rank)):
-            return Chain([1], 0, 0)
-        of, (first, last) = pieces.document, mine[[0, -1]]
-        before, behind = (of[:first] == of[first]).sum(), (of[last + 1 :] == of[last]).sum()
-        return Chain(self._sizes[mine].tolist(), int(before), int(behind))
 
     def _number(self, layer: Hashable) -> int:
         return self._layers.setdefault(layer, len(self._layers))
@@ -188,6 +191,30 @@ class Spanning:
         """[S, w] of each tensor, without gradients. `lane`: rows that nothing returns have memory of their own."""
         fields = [Outgoing(QUERY, _readable(x)) for x in home_nGw]
         return tuple(self._transport.dispatch(schedule, fields, lane, Moment(self._turn, layer, backward)).wait())
+
+    def carry(self, schedule: Schedule, layer: int, rows: Tensor, backward: bool) -> Tensor:
+        """[m, w] of the ranks' rows [n, w], without gradients. On GPUs who gets nothing waits for nobody: ranks may be
+        some layers ahead of those behind them."""
+        if not self._ahead:
+            return self.dispatch(schedule, layer, [rows[:, None]], backward, lane=1)[0].clone()
+        processes, ended, leaving = processes_of(self._transport.group), self._leaving, []
+        came = rows.new_empty(int(schedule.served_rows[self._rank, 0]), rows.shape[1])
+        # In one order on all ranks: each message may have to wait for the one before it.
+        table = np.concatenate([schedule.sends, schedule.receives, schedule.own])
+        table = table[np.lexsort((table[:, SERVER], table[:, HOME]))][:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]]
+        for home, at, server, begin, count in table.tolist():
+            source, into = rows[at : at + count], came[begin : begin + count]
+            if home == server:
+                into.copy_(source)
+            elif home == self._rank:
+                leaving.append((processes.send([source], server, 0), rows))
+            else:
+                ended.append((processes.recv([into], home, 0), came))
+        # Messages that left are waited for at the next exchange: their rows must not be written over before.
+        self._leaving = leaving
+        for work, _ in ended:
+            work.wait()
+        return came
 
     def give_back(self, schedule: Schedule, layer: int, pairs: list[tuple[Tensor, Tensor]], backward: bool) -> None:
         """Write rows [S, w] into tensors at home [n, G, w]: (served, home) of each."""
@@ -243,15 +270,21 @@ class Spanning:
         at, other = np.nonzero(np.tril(near, -1))
         low = np.maximum(pieces.begin[other], wanted[at])
         size, home, server = pieces.end[other] - low, pieces.rank[other], pieces.rank[at]
-        (home_row, sent), (server_row, landed) = self._in_turn(home, size), self._in_turn(server, size)
         leaves, mine = home == me, pieces.rank == me
         first = self._base[other] + low - pieces.begin[other]
         got = np.bincount(at, weights=size, minlength=len(pieces.rank)).astype(np.int64)
-        out = self._schedule(home, home_row, server, server_row, size, landed)
-        back = self._schedule(server, server_row, home, home_row, size, sent)
         rows = torch.from_numpy(expand(first[leaves], size[leaves])).to(self.device)
         # A rank without any has a stand-in of one row.
-        return Before(out, back, rows, list(zip(got[mine].tolist(), self._sizes[mine].tolist())) or [(0, 1)])
+        parts = list(zip(got[mine].tolist(), self._sizes[mine].tolist())) or [(0, 1)]
+        return Before(self._both(home, server, size), rows, parts)
+
+    def _both(self, home: Ints, server: Ints, size: Ints) -> Both:
+        """Rows in turn on either side."""
+        (home_row, sent), (server_row, landed) = self._in_turn(home, size), self._in_turn(server, size)
+        return Both(
+            self._schedule(home, home_row, server, server_row, size, landed),
+            self._schedule(server, server_row, home, home_row, size, sent),
+        )
 
     def _in_turn(self, rank: Ints, size: Ints) -> tuple[Ints, Ints]:
         """Where parts begin that lie one behind the other on each rank, and [ranks] rows of all of them."""
@@ -334,17 +367,16 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Bring(torch.autograd.Function):
-    """Rows before pieces; `kept`: what the same exchange brought before."""
+    """`kept`: what the same exchange brought before."""
 
     @staticmethod
-    def forward(ctx: Any, spanning: Spanning, before: Before, layer: int, kept: Tensor | None, sent: Tensor) -> Tensor:
-        ctx.given = spanning, before.back, layer
+    def forward(ctx: Any, spanning: Spanning, exchange: Both, layer: int, kept: Tensor | None, sent: Tensor) -> Tensor:
+        ctx.given = spanning, exchange.back, layer
         if kept is not None:
             return kept.detach()
-        return spanning.dispatch(before.schedule, layer, [sent[:, None]], backward=False, lane=1)[0].clone()
+        return spanning.carry(exchange.out, layer, sent, backward=False)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         spanning, back, layer = ctx.given
-        (sent,) = spanning.dispatch(back, layer, [gradient[:, None]], backward=True, lane=1)
-        return None, None, None, None, sent.clone()
+        return None, None, None, None, spanning.carry(back, layer, gradient.contiguous(), backward=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed_cad.integrations import spanning
 from lines import Found, Lines, Place
 from model_cases import known_kind, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -89,10 +90,10 @@ def run(place: Place, lines: Lines, case: str) -> None:
     if place.hosts and len(set(place.hosts)) == place.ranks:
         transports = ["mixed", "auto"]
     where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
+    most = spanning.MOST_PIECES
     for kind in case.split(",") if case else filter(_runs, MODELS):
         model = make_model(place, kind, sizes)
-        # flash-linear-attention hands state on, so no heads come in waves.
-        waves = ("waves",) * (kind == HYBRID and importlib.util.find_spec("fla") is None)
+        waves = ("waves",) * (kind == HYBRID)
         exchanges = dict.fromkeys(transports, 0)
         exact: list[tuple[Results, dict[str, float]]] = []
         for documents in ("rows", "stream", *waves) if place.ranks > 1 else ("rows",):
@@ -100,6 +101,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
             shortest = 2 if NEEDS.get(kind) == "fla" else 1
             lengths = make_lengths(documents, place.ranks, sizes.tokens, shortest)
             exact = exact if documents == "waves" else []
+            spanning.MOST_PIECES = 0 if documents == "waves" else most  # there heads part
             more = {"memory": memory_of_waves(lengths[0], place.dtype)} if documents == "waves" else {}
             for transport in transports:
                 checkpointing = documents == "rows"

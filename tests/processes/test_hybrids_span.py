@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,7 @@ STREAMS = {
 }
 """Documents on two to four ranks; ranks of whole documents, of one row, without rows; no document that spans."""
 LORA = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]
+DELTA_RULE = "torch_chunk_gated_delta_rule"
 EIGHT_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
 
 pytestmark = pytest.mark.skipif(not NEW, reason="older versions of transformers have few of these models")
@@ -75,11 +74,13 @@ def _part(
 
 def _train(
     rank: int, world: int, kind: str, streams: list[list[int]], checkpoint: bool | None = None,
-    dtype: torch.dtype = torch.float64, how: Any = None, lora: bool = False, kernel: str = "", **changes: Any,
+    dtype: torch.dtype = torch.float64, how: Any = None, lora: bool = False, kernel: str = "", part: bool = False,
+    ahead: bool = False, **changes: Any,
 ) -> tuple[float, list[int], set[str]]:  # fmt: skip
     """How far streams are from their documents alone at most, in how many waves heads came, and which kernels got
-    borders. `checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `changes`: of the
-    block, and of the model's config."""
+    borders. `checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `part`: heads part,
+    also where state could be handed on; `ahead`: messages as between GPUs; `changes`: of the block, and of the model's
+    config."""
     sizes = {name: changes.pop(name) for name in EIGHT_HEADS if name in changes}
     waves, divide, worst, calls = [], Spanning.heads, 0.0, []
 
@@ -90,6 +91,10 @@ def _train(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spanning, "heads", counted)
+        if part:
+            patch.setattr(spanning, "MOST_PIECES", 0)
+        if ahead:
+            patch.setattr(Spanning, "_ahead", property(lambda self: True, lambda self, value: None), raising=False)
         if kernel:
             made = Kernels(patch, f"transformers.models.{kind}.modeling_{kind}").convolution()
             calls = getattr(made, kernel)().calls
@@ -128,6 +133,16 @@ CASES: dict[str, tuple[list[Any], int, dict[str, Any]]] = {
         for kind in ("qwen3_5_text", "falcon_h1", "lfm2")
         for world, checkpoint, zigzag in ((2, None, False), (2, True, True), (3, None, True), (4, True, False))
     },
+    **{
+        f"qwen3_5_text on {world} by messages{', zigzag' * zigzag}": (
+            [] if zigzag else SLOW, world, {"checkpoint": zigzag, "ahead": True, "how": {"zigzag": zigzag}}
+        )
+        for world, zigzag in ((2, True), (4, False))
+    },
+    **{
+        f"{kind} by heads": (LONG, 3, {"checkpoint": False, "part": True})
+        for kind in ("qwen3_5_text", "kimi_linear", "granitemoehybrid")
+    },
     "qwen3_5_text with adapters of both kinds of layers": (SLOW, 2, {"checkpoint": False, "lora": True}),
     "qwen3_5_text kept on the host": (SLOW, 2, {"checkpoint": False, "keep": "host"}),
 }  # fmt: skip
@@ -150,39 +165,17 @@ def _named(rank: int, world: int, kind: str, given: dict[str, Any]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kernel"), [("qwen3_next", "delta_rule"), ("granitemoehybrid", "scan")])
 def test_kernels_that_take_borders(workers: WorkerPool, kind: str, kernel: str) -> None:
-    """They run whole documents in one call, and those that span ranks one by one; padding behind the rows of each."""
-    given = {"streams": [[30, 40, 90, 20, 25]], "kernel": kernel}
-    for worst, _, calls in workers.run(_named, 2, kind, given):
-        assert len(calls) == 2 and worst < 1e-10
-
-
-@pytest.mark.parametrize(("checkpoint", "zigzag"), [(None, False), (False, False), (False, True)])
-def test_state_handed_on(workers: WorkerPool, checkpoint: bool | None, zigzag: bool) -> None:
-    """Kernels that hand state from rank to rank run all heads of each rank's own rows, where documents lie in turn on
-    neighbouring ranks; also ranks without such rows, and beside documents that lie on one rank."""
-    for world, streams in ((2, [WAVES, [20, 30, 40, 90, 20]]), (3, [STREAM, [50, 110, 20], [60, 20, 40], [4]])):
-        how = {"kernel": "chained_delta_rule", "checkpoint": checkpoint, "how": {"zigzag": zigzag}}
-        for worst, waves, calls in workers.run(_named, world, "qwen3_next", {"streams": streams, **how}):
-            assert worst < 1e-10
-            assert bool(waves) == zigzag != ("cp_context" in calls)
-
-
-@pytest.mark.parametrize(("takes", "layout"), [(True, True), (True, False), (False, True)])
-def test_which_kernels_hand_state_on(monkeypatch: pytest.MonkeyPatch, takes: bool, layout: bool) -> None:
-    """As the wrapper of transformers finds them, whose own arguments are those of its torch code."""
-    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-
-    kernel, context = (lambda q, cp_context=None: q) if takes else lambda q: q, {"layout": ""} if layout else {}
-    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(chunk_gated_delta_rule=kernel))
-    monkeypatch.setitem(sys.modules, "fla.ops.cp", SimpleNamespace(FLACPContext=type("FLACPContext", (), context)))
-    wrapped = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(lambda q: q)
-    assert wrapped is not kernel
-    assert spanning._hands_on(wrapped) == spanning._hands_on(kernel) == (takes and layout)
+    """They run whole documents in one call, and pieces of those that span ranks, or their heads, one by one; padding
+    behind the rows of each."""
+    for part in (False, True):
+        given = {"streams": [[30, 40, 90, 20, 25]], "kernel": kernel, "part": part}
+        for worst, waves, calls in workers.run(_named, 2, kind, given):
+            assert len(calls) == 2 and worst < 1e-10 and bool(waves) == part
 
 
 def test_waves(workers: WorkerPool) -> None:
     """Where memory is short, what lands comes in parts of each rank's heads; forward and recompute alike."""
-    given = {"streams": [WAVES], "checkpoint": False, **EIGHT_HEADS}
+    given = {"streams": [WAVES], "checkpoint": False, "part": True, **EIGHT_HEADS}
     for more, waves in (({}, [1, 1]), ({"memory": 2e-4}, [3, 3])):
         for worst, came, _ in workers.run(_named, 2, "qwen3_5_text", {**given, **more}):
             assert came == waves and worst < 1e-10
@@ -245,7 +238,9 @@ def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
         assert worst < 1e-4
 
 
-def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: bool | None = None) -> list[int]:
+def _moved(
+    rank: int, world: int, kind: str, lengths: list[int], part: bool, checkpoint: bool | None = None
+) -> list[int]:
     """Bytes that each exchange of a forward and backward moves from this rank for layers that carry state."""
     moved: list[int] = []
 
@@ -261,36 +256,44 @@ def _moved(rank: int, world: int, kind: str, lengths: list[int], checkpoint: boo
     with pytest.MonkeyPatch.context() as patch:
         for name, leaves in (("dispatch", "sends"), ("give_back", "receives")):
             patch.setattr(Spanning, name, counted(getattr(Spanning, name), leaves))
+        if part:
+            patch.setattr(spanning, "MOST_PIECES", 0)
         model = family(kind, torch.float32)
         if checkpoint is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
             model.enable_input_require_grads()
         deepspeed_cad.apply(model, BLOCK)
-        part, _ = _part(lengths, rank, world)
-        model(**part, use_cache=False).logits.sum().backward()
+        model(**_part(lengths, rank, world)[0], use_cache=False).logits.sum().backward()
     return moved
 
 
+CHANNELS = 2 * 2 * 8 + 4 * 8
+"""Of a convolution, in a layer of 4 heads of 8."""
+
+
 def test_what_moves(workers: WorkerPool) -> None:
-    """One layer of 4 heads: at most what an all-to-all by heads moves, and where documents lie on one rank nothing."""
-    assert workers.run(_moved, 2, "qwen3_5_text", [70, 10, 80]) == [[], []]
-    of_ranks = workers.run(_moved, 2, "qwen3_5_text", WAVES)
-    total = np.sum(of_ranks, axis=0)
+    """One layer: a state, or at most what an all-to-all by heads moves. Where documents lie on one rank nothing."""
+    assert workers.run(_moved, 2, "qwen3_5_text", [70, 10, 80], False) == [[], []]
+    handed, parted = (np.sum(workers.run(_moved, 2, "qwen3_5_text", WAVES, part), axis=0) for part in (False, True))
+    before, state = 3 * CHANNELS * 4, 4 * 8 * 8 * 4
+    assert handed.tolist() == [before, state, state, before]
     # Forward: rows before pieces, what the kernel reads, what it gives; backward the other way round.
-    channels = 2 * 2 * 8 + 4 * 8
-    by_heads = 200 // 2 * 4 * np.array([channels + 2 * 4, 4 * 8])
-    assert total[0] == total[5] == 3 * channels * 4
-    assert (total[1:3] <= by_heads).all() and (total[3:5] <= by_heads[::-1]).all()
+    by_heads = 200 // 2 * 4 * np.array([CHANNELS + 2 * 4, 4 * 8])
+    assert parted[0] == parted[5] == before
+    assert (parted[1:3] <= by_heads).all() and (parted[3:5] <= by_heads[::-1]).all()
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
-    """A layer that runs again brings its kernel the rows again, which the backward needs, but not the rows before
-    pieces, which are all that a short convolution moves."""
-    once, again = (np.sum(workers.run(_moved, 2, "qwen3_5_text", WAVES, one), axis=0) for one in (None, checkpoint))
+    """A layer that runs again brings its kernel the rows again, which the backward needs, but neither states nor the
+    rows before pieces."""
+    once, again = (
+        np.sum(workers.run(_moved, 2, "qwen3_5_text", WAVES, True, one), axis=0) for one in (None, checkpoint)
+    )
     assert again.tolist() == [*once[:3], *once[1:3], *once[3:]]
-    for one, other in zip(*(workers.run(_moved, 2, "lfm2", WAVES, one) for one in (None, checkpoint))):
-        assert one == other and len(one) == 2
+    for kind, exchanges in (("qwen3_5_text", 4), ("lfm2", 2)):
+        for one, other in zip(*(workers.run(_moved, 2, kind, WAVES, False, one) for one in (None, checkpoint))):
+            assert one == other and len(one) == exchanges
 
 
 def _evaluated(rank: int, world: int, kind: str) -> float:
@@ -328,10 +331,10 @@ def test_servers_are_refused(workers: WorkerPool) -> None:
 
 def _refused(rank: int, world: int, what: str) -> str:
     """What every rank says of a model whose state cannot travel."""
-    axes = {name: of for name, of in spanning.KERNELS[spanning.DELTA_RULE].items() if name != "beta"}
+    axes = {name: of for name, of in spanning.KERNELS[DELTA_RULE].items() if name != "beta"}
     with pytest.MonkeyPatch.context() as patch:
         if what != "differs":
-            patch.setattr(spanning, "KERNELS", {} if what == "kernel" else {spanning.DELTA_RULE: axes})
+            patch.setattr(spanning, "KERNELS", {} if what == "kernel" else {DELTA_RULE: axes})
         types = ["linear_attention", "full_attention"]
         types = types[::-1] if what == "differs" and rank else types
         model = tiny_model("qwen3_5_text", torch.float32, layer_types=types, num_hidden_layers=2).train()

@@ -108,8 +108,8 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
         positions = layout.local(rank).positions()[one.rows]
         rows.append(positions)
         sent.append(positions[before[rank].sent.numpy()][:, None])
-    came = _carry([one.schedule for one in before], sent)
-    back = _carry([one.back for one in before], [one[:, None] for one in came])
+    came = _carry([one.exchange.out for one in before], sent)
+    back = _carry([one.exchange.back for one in before], [one[:, None] for one in came])
     assert all((one[:, 0] == other).all() for one, other in zip(sent, back))
     for one, own, ahead in zip(before, rows, came):
         parts = one.pieces if len(own) else []
@@ -124,24 +124,26 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(STREAMS)
-def test_chain(drawn: tuple[list[int], int, bool, int]) -> None:
-    """Where documents lie in turn on neighbouring ranks, each rank knows how many hold its first and its last one."""
+def test_hops(drawn: tuple[list[int], int, bool, int]) -> None:
+    """Each piece but a document's first gets what the piece before it sends, once, and gradients go back."""
     lengths, ranks, zigzag, _ = drawn
     layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
-    pieces = sorted(layout.segments.to_array()[:, :4].tolist())  # document, begin, end, rank
-    holders = {at: [rank for document, _, _, rank in pieces if document == at] for at in range(len(lengths))}
-    holders = {at: held for at, held in holders.items() if len(held) > 1}
-    one_by_one = all(held == list(range(held[0], held[0] + len(held))) for held in holders.values())
-    in_turn = [rank for held in holders.values() for rank in held]
-    for rank, one in enumerate(_all_ranks(layout)):
-        if not one_by_one or in_turn != sorted(in_turn):
-            assert one.chain is None
-        elif mine := [piece for piece in pieces if piece[0] in holders and piece[3] == rank]:
-            first, last = holders[mine[0][0]], holders[mine[-1][0]]
-            sizes = [end - begin for _, begin, end, _ in mine]
-            assert one.chain == (sizes, first.index(rank), len(last) - 1 - last.index(rank))
-        else:
-            assert one.chain == ([1], 0, 0)
+    all_ranks, came = _all_ranks(layout), [[] for _ in range(ranks)]
+    local = [layout.local(rank) for rank in range(ranks)]
+    assert len({one.longest for one in all_ranks}) == 1
+    for place in range(all_ranks[0].longest):
+        names = []
+        for rank, one in enumerate(all_ranks):
+            mine = [piece for piece in one.pieces if len(one.rows) and piece.place == place]
+            first = [local[rank].positions()[one.rows[piece.rows]][0] for piece in mine]
+            assert np.array_equal(came[rank], first if place else []), "the end of the piece before"
+            ends = [int(at) + piece.rows.stop - piece.rows.start for at, piece in zip(first, mine) if not piece.is_last]
+            names.append(np.array(ends, np.int64)[:, None])
+        hops = [one.hop(place) for one in all_ranks]
+        came = _carry([one.out for one in hops], names)
+        back = _carry([one.back for one in hops], [one[:, None] for one in came])
+        assert all((one[:, 0] == other).all() for one, other in zip(names, back))
+    assert not any(map(len, came))
 
 
 def test_shares() -> None:
