@@ -22,6 +22,9 @@ PIECES = ("sp", "sequence", "sequence_parallel")
 """Names of those whose ranks also divide the tokens outside attention, which DeepSpeed's Ulysses gathers."""
 DATA = ("dp", "fsdp", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "data", "data_parallel", "batch")
 """Names of those whose ranks have micro-batches of their own."""
+MOST_PIECES = 8
+"""Of a document whose state layers hand on from piece to piece; where there are more, heads part (docs/models.md). Each
+piece waits for the one before it; seven waits take about as long as what parting heads takes."""
 TWICE = (
     "heads are divided twice, by tensor parallelism and by Ulysses (sequence parallelism), and CAD runs beside one of "
     "them: set the other's size to 1"

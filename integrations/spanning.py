@@ -22,7 +22,7 @@ from torch import nn
 from deepspeed_cad.attention.spanning import Share, Spanning
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import Session
-from deepspeed_cad.shares import choose_groups
+from deepspeed_cad.shares import MOST_PIECES, choose_groups
 
 CONVOLUTION = "causal_conv1d_fn"
 KERNELS: dict[str, dict[str, str]] = {
@@ -44,9 +44,6 @@ STATES = {
 }
 """How kernels call the state that they begin with and the wish for the one that they end with, both [1, H, x, x'], and
 the tensors that have x and x'. Kernels of the first wish give two things in any case."""
-MOST_PIECES = 8
-"""Of a document whose state is handed on; heads part where there are more. Each waits for the one before it. Where no
-other layer fills that time, seven waits are as long as what parting heads takes (docs/models.md)."""
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Convolution and kernel in one: they give None where they cannot run, and the layer takes the two instead."""
 

@@ -132,20 +132,18 @@ def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Fores
     travels, layers = [one for one in found if one is not None], setting.model.state
     if cad is None or layers is None or not travels:
         return None
-    exchange, late, own, gathered = (
-        sum(getattr(one, name) for one in travels) / len(steps) for name in ("seconds", "late", "own", "gathered")
+    late, own, gathered = (
+        sum(getattr(one, name) for one in travels) / len(steps) for name in ("late", "own", "gathered")
     )
-    moved = float(sum(one.moved.sum() for one in travels)) / len(steps) / setting.seats / layers.count
-    ratio, instead = 1.0 + (exchange + late) / own, cad.seconds.total - exchange - late + gathered
+    ratio, instead = 1.0 + late / own, cad.seconds.total - late + gathered
     says = (
-        f"{layers.count} layers carry state, which travels: {moved / 1e9:.2f} GB a GPU, layer and step, "
-        f"{exchange:.2f} s of a step of CAD of {cad.seconds.total:.2f} s; the busiest GPU runs their kernels for "
-        f"{max(one.busiest for one in travels):.2f} times its own rows. Without MLPs they take {ratio:.2f} times what "
-        f"a GPU's own rows do. With all rows gathered instead a step would take {instead:.2f} s"
+        f"{layers.count} layers carry state, which goes from GPU to GPU: without MLPs they take {ratio:.2f} times what "
+        f"a GPU's own rows do, {late:.2f} s more of a step of CAD of {cad.seconds.total:.2f} s. With all rows gathered "
+        f"instead a step would take {instead:.2f} s"
     )
     return {
-        "layers": layers.count, "bytes_a_layer": moved, "exchange_seconds": exchange, "late_seconds": late,
-        "over_own_rows": ratio, "step_seconds_gathered": instead, "says": says,
+        "layers": layers.count, "late_seconds": late, "over_own_rows": ratio, "step_seconds_gathered": instead,
+        "says": says,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ In: documents and tasks with the cost model of a profile; what the planner count
 each rank, with forward and backward on the first axis of two, as all arrays of seconds in this room; bytes; when ranks
 are done with what they wait for. The model of a pass, and what it is in words: planner/finish.py. Beside reserved
 servers two parts of a micro-batch alternate (docs/interleave.md): `Part`. Where documents of a hybrid span ranks:
-`Travel` (docs/models.md); nothing hides these exchanges.
+`Travel` (docs/models.md).
 
 The cost model has forward and backward together. They are told apart by what was measured: keys cost in backward only,
 where every task writes dK and dV of its whole prefix, and of the rest forward is a fixed share.
@@ -24,17 +24,14 @@ from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
 from deepspeed_cad.planner.finish import end_of_pass, find_trips
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan
 from deepspeed_cad.schedule import build_slices
-from deepspeed_cad.shares import choose_groups, divide
+from deepspeed_cad.shares import MOST_PIECES
 
-PASSES = 4.0
-"""Bytes read and written on a rank for each byte of its rows, counted in the code: put as the kernel takes them, or as
-they leave it, and taken out of where they land."""
 COPIES = 1.0 + 2.0 * HEADROOM
 """Of what the kernel takes, beside what the layer would hold on one rank: as the kernel takes it, and landing areas out
 and back. In waves it would be less."""
-KERNELS = 2, 3
-"""Exchanges of a layer with a recurrent kernel, in a recompute and in the others: what the kernel takes, what it gives,
-and rows before pieces, which are kept."""
+WAIT, PARTED = 0.095, 0.73
+"""More time of layers that carry state where it is handed on, for each piece of the longest document but its first, and
+where heads part: measured with two pieces on two H100 (benchmarks/results/h100x2/README.md), taken to hold for more."""
 
 
 def seconds(cost: CostModel, begin: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
@@ -203,16 +200,10 @@ def alternating_seconds(parts: list[Part], layers: int, before: float, backward:
 class Travel:
     """Of all layers of a micro-batch that carry state; seconds as often as they run."""
 
-    seconds: float
-    """Of exchanges, copies for them included, where a rank waits."""
     late: float
-    """Of the kernels of the rank that runs most, beyond those of its own rows."""
+    """Beyond what they take of a rank's own rows."""
     own: float
-    """Of these layers without their MLPs on a rank's own rows of such documents."""
-    moved: Floats
-    """[2] bytes that all ranks send, inside hosts and between them, as often as layers run."""
-    busiest: float
-    """Rows for which that rank runs kernels, of all heads, over the most that a rank holds."""
+    """Of these layers without their MLPs on a rank's own rows of documents that span ranks."""
     held: float
     """Bytes on the fullest rank, beside what the layer holds without."""
     gathered: float
@@ -226,45 +217,31 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
     if state is None or not own.begin.any():
         return None
     hosts = np.zeros(layout.ranks, np.int64) if setting.hosts is None else setting.hosts
-    sent, received, gathered = np.zeros((3, 2, layout.ranks))
-    inside, runs, whole = np.zeros((3, layout.ranks))
+    gathered, (inside, whole) = np.zeros((2, layout.ranks)), np.zeros((2, layout.ranks))
     names, spread = own.count_ranks()
-    groups = choose_groups(state.heads, int(spread.max()))
     for document in names[spread > 1]:
         of = own.document == document
         held = np.bincount(own.rank[of], weights=(own.end - own.begin)[of], minlength=layout.ranks)
-        share, there = divide(groups, held) / groups, held > 0
-        for amount, mine, theirs in ((sent, held, share), (received, share, held), (gathered, there, held)):
-            near = np.bincount(hosts, weights=theirs)[hosts]
-            amount[INSIDE] += mine * (near - theirs)
-            amount[BETWEEN] += mine * (theirs.sum() - near)
+        near = np.bincount(hosts, weights=held)[hosts]
+        gathered[INSIDE] += (held > 0) * (near - held)
+        gathered[BETWEEN] += (held > 0) * (held.sum() - near)
         inside += held
-        runs += held.sum() * share
-        whole += held.sum() * there
-    size, most = 2.0 * (state.taken + state.given), float(layout.tokens.max())
+        whole += held.sum() * (held > 0)
 
-    def slowest(rows: Floats) -> float:
-        """Seconds of the busiest link for each byte of a row."""
-        return float(link_seconds(machine, rows).max())
-
-    def ran(forward: float, backward: float, kept: bool = False) -> float:
+    def ran(forward: float, backward: float) -> float:
         """In all of these layers."""
-        return state.count * float(setting.in_pass(np.array([forward, backward]), kept).sum())
+        return state.count * float(setting.in_pass(np.array([forward, backward]), False).sum())
 
-    once = slowest(np.maximum(sent, received)) * size + PASSES * size * float(inside.max()) / machine.memory_rate
-    again, every = KERNELS if state.taken else (0, 1)
-    calls = ran(every, every + again * setting.checkpointing, kept=True)
-    # Of a row: the kernel, and the whole layer without its MLP.
-    kernel = np.array(STATE) * (size / 2.0) / machine.memory_rate
-    layer = kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)
-    extra, redone = (float((layout.tokens - inside + rows).max()) - most for rows in (runs, whole))
-    gather = 2.0 * setting.model.hidden * slowest(gathered)
+    # Of a row, of the whole layer without its MLP.
+    kernel = np.array(STATE) * float(state.taken + state.given) / machine.memory_rate
+    layer = ran(*(kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)))
+    gather = 2.0 * setting.model.hidden * float(link_seconds(machine, gathered).max())
+    pieces, rows = int(np.bincount(own.document).max()), float(inside.max())
+    parts = pieces > MOST_PIECES
+    late = PARTED if parts else WAIT * (pieces - 1)
     return Travel(
-        ran(once, once) + calls * machine.latency,
-        ran(*kernel) * max(0.0, extra),
-        ran(*layer) * float(inside.max()),
-        sent.sum(1) * (size * ran(1.0, 1.0)),
-        1.0 + max(0.0, extra) / most,
-        COPIES * 2.0 * state.taken * float(np.maximum(inside, runs).max()),
-        ran(*layer) * redone + ran(gather, gather),
+        late * layer * rows if state.taken else 0.0,
+        layer * rows,
+        COPIES * 2.0 * state.taken * rows if parts else 0.0,
+        layer * (float((layout.tokens - inside + whole).max()) - float(layout.tokens.max())) + ran(gather, gather),
     )

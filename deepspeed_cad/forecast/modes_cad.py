@@ -64,9 +64,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
         # In pipelines another rank runs the backward of what it serves: servers keep nothing.
         held = landing_bytes(setting, flows, with_outputs=stages > 1) + (served_bytes(setting, flows) * (stages == 1))
         if (travel := find_travel(setting, layout)) is not None:
-            ran += travel.seconds + travel.late
-            seconds = seconds._replace(exchange=seconds.exchange + travel.seconds)
-            moved += travel.moved
+            ran += travel.late
             held += travel.held
         met.append((ran, *seconds))
         tokens = most if stages > 1 else float(layout.tokens.max())

@@ -19,6 +19,7 @@ from deepspeed_cad import profiles
 from deepspeed_cad.cli import main, picture, progress
 from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.forecast.attention import WAIT
 from deepspeed_cad.forecast.compare import Comparison
 from deepspeed_cad.layout import Layout
 
@@ -135,7 +136,7 @@ def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest
 
 
 def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of docs/million-tokens.md: what its layers that carry state move, and who cannot train it."""
+    """The command of docs/million-tokens.md: how long its layers that carry state wait, and who cannot train it."""
     (tmp_path / "million.json").write_text(json.dumps([1 << 20] * 2))
     words = "--model qwen3.5-9b --ranks 8 --context 131072 --offload-optimizer --keep host".split()
     assert main(["plan", str(tmp_path / "million.json"), *words, "--packing", "spanning", "--json"]) == 0
@@ -143,10 +144,8 @@ def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.C
     answer = json.loads(shown.out)
     state, modes = answer["state_layers"], {one["mode"]: one for one in answer["modes"]}
     assert state["says"] in shown.err and state["layers"] == 24
-    # Forward, recompute and backward: seven eighths of Q, K and V, of 16 and 32 heads of 128, and of O.
-    assert state["bytes_a_layer"] == pytest.approx(3 * (1 << 17) * 7 / 8 * 2 * (8192 + 4096))
-    assert modes["cad"]["seconds"]["exchange"] > state["exchange_seconds"] > state["late_seconds"] == 0.0
-    assert 1.0 < state["over_own_rows"] < 1.15
+    assert state["over_own_rows"] == pytest.approx(1 + 7 * WAIT)
+    assert 0 < state["late_seconds"] < modes["cad"]["step_seconds"] / 10
     assert state["step_seconds_gathered"] > modes["cad"]["step_seconds"] and modes["cad"]["fits"]
     assert "another computation" in answer["left_out"]["plain"]
     for mode in ("ulysses", "gathered", "cad reserved"):
