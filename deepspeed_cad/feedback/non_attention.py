@@ -136,8 +136,9 @@ class NonAttention:
         measured = reports[:, 1:3].T / PICOSECONDS
         smooth = np.where(each > 0, each + GAIN * (measured - each), measured)
         self._each[model] = np.where(measured > 0, smooth, each)
-        waited = self._waited.get(model, np.zeros(self._trainers))
-        self._waited[model] = waited + GAIN * (reports[:, 3] / 1000 - waited)
+        waited, newest = self._waited.get(model, np.zeros(self._trainers)), reports[:, 3] / 1000
+        # Steps that compile wait, too; the first one without any wait ends that.
+        self._waited[model] = np.where(newest > 0, waited + GAIN * (newest - waited), 0.0)
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] seconds per token of one layer; None where not known, and while paused.

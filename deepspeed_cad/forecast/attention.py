@@ -29,9 +29,9 @@ from deepspeed_cad.shares import MOST_PIECES
 COPIES = 1.0 + 2.0 * HEADROOM
 """Of what the kernel takes, beside what the layer would hold on one rank: as the kernel takes it, and landing areas out
 and back. In waves it would be less."""
-WAIT, PARTED = 0.095, 0.73
+WAIT, PARTED = 0.098, 0.72
 """More time of layers that carry state where it is handed on, for each piece of the longest document but its first, and
-where heads part: measured with two pieces on two H100 (benchmarks/results/h100x2/README.md), taken to hold for more."""
+where heads part: measured with two pieces (benchmarks/results/h100x2/hybrid_long_*.json), taken to hold for more."""
 
 
 def seconds(cost: CostModel, begin: npt.ArrayLike, end: npt.ArrayLike) -> Floats:

@@ -220,7 +220,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      growth),
 ]  # fmt: skip
 TUNED, TUNED_BEFORE = (f"h100x2/finetune_{commit}.json" for commit in ("19e1654", "f0d67c3"))
-HYBRID = "h100x2/hybrid_long_f0d67c3.json"
+HYBRID, PARTED = (f"h100x2/hybrid_long_{commit}.json" for commit in ("f6e74fe", "f0d67c3"))
 DEALT, PADDED = "h100x2/dealt_chat_4_5d16fe3.json", "h100x2/dealt_chat_4_padded_b1cdf08.json"
 DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "steps": [
@@ -249,8 +249,10 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "models": [
         ("the delta nets took {:.2f} s of a step, and {:.2f} s where each GPU had its half",
          HYBRID, lambda r: [r["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]),
+        ("{:.2f} times as long; with heads parted {:.2f} times", (HYBRID, PARTED),
+         lambda *results: [one for r in results for one in state_over(r)]),
     ],
-    "plan": [("such layers took {:.2f} times what", HYBRID, state_over)],
+    "plan": [("took {:.2f} times what they take on a GPU's own rows", HYBRID, state_over)],
     "architecture": [
         ("which made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
          lambda r: (min(r["seconds"]["cad"]) / min(r["seconds"]["plain:kept"]),)),
@@ -281,7 +283,6 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"])),
         ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
          "h200x2/train_prolong_64k_2r_keep_81a8563.json", kept_on_host),
-        ("{:.2f} was measured (", HYBRID, state_over),
     ],
     "pipeline": [
         (words, f"h200x2/pipeline_pp2_2r_{file}.json", lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))

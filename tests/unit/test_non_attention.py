@@ -94,13 +94,14 @@ def test_half_of_a_difference_is_made_up_for_at_once() -> None:
 
 
 def test_where_gpus_wait_for_their_hosts_all_trainers_count_as_equally_fast() -> None:
-    """Until they have not for some steps. What a host takes to launch differs by chance."""
-    waited = [True] * 4
+    """Until they hardly have for some steps, or not at all for one. What a host takes to launch differs by chance."""
+    waited = [False] * 10
     everyone = _linear([([1e-6], [2e-6], waited), ([3e-6], [5e-6], [False])])
-    for found in ([5.5e-6] * 2, [5.5e-6] * 2, [3e-6, 8e-6]):
+    equal, own = [5.5e-6] * 2, [3e-6, 8e-6]
+    for waits, found in ((10, equal), (1, equal), (1, own), (10, equal), (0, own), (4, own)):
+        waited[:] = [True] * waits + [False] * (10 - waits)
         _meet(everyone)
         assert all(one.seconds(0) == pytest.approx(found) for one in everyone)
-        waited.clear()
 
 
 @pytest.mark.parametrize(("waited", "pace", "moves"), [(0, 1e-6, True), (1000, 1e-6, False), (1000, 1e-9, True)])
