@@ -82,10 +82,6 @@ class LocalSegments:
     offset: Ints
     tokens: int
 
-    def __post_init__(self) -> None:
-        for name in ("begin", "end", "offset"):
-            object.__setattr__(self, name, _ints(getattr(self, name)))
-
     def to_array(self) -> Ints:
         """[n, 3]: begin, end, offset."""
         return np.stack([self.begin, self.end, self.offset], axis=1)

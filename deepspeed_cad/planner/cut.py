@@ -69,8 +69,8 @@ def choose_interleaved_cut(
     unit: Ints,
     kinds: Sequence[PlanLayers],
     servers: float,
-    linear: float | None = None,
-    helpers: float = 0.0,
+    linear: float | None,
+    helpers: float,
 ) -> Ints | None:
     """Rows of each rank's first nano-batch where linear layers of one run while servers attend the other, or None.
 

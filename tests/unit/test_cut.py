@@ -55,7 +55,7 @@ def test_one_long_document(ratio: float, servers: int, helpers: int, share: floa
     ],
 )
 def test_not_cut(layout: Layout) -> None:
-    assert choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), (FULL,), 1, 1e-9) is None
+    assert choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), (FULL,), 1, 1e-9, 0) is None
 
 
 @pytest.mark.parametrize("row", [[65536], [61440] + [512] * 8, [512] * 8 + [61440], [512] * 128, [32768, 4096] * 2])
