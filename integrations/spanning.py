@@ -149,10 +149,12 @@ def _hand_on(
     documents, then the second ones. While a rank waits for states, those behind it may run the layer before."""
     begins_with, wishes, *of_state = STATES[name]
     rows = {one for one, axis in KERNELS[name].items() if axis.startswith("BT") and one in given}
-    first = given[next(iter(KERNELS[name]))]
+    tensors = [one for one in given.values() if isinstance(one, torch.Tensor)]
     state = 1, max(given[one].shape[2] for one in rows), *(given[one].shape[3] for one in of_state)
-    # Nothing at all of what came last goes with what is sent next, and with the output: backwards meet in this order.
-    came = first[:0].reshape(0, math.prod(state)).to(torch.promote_types(first.dtype, torch.float32))
+    dtype = torch.promote_types(given[of_state[0]].dtype, torch.float32)
+    # Nothing at all of every tensor goes with what is sent first, of what came last with what is sent next and with the
+    # output: so every rank has a backward of each exchange, and in this order, whatever requires gradients.
+    came = torch.cat([one[:0].reshape(0, math.prod(state)).to(dtype) for one in tensors])
     outputs: list[Any] = [None] * len(spanning.pieces)
     for place in range(spanning.longest):
         behind, initials = [came[:0]], iter(came)
@@ -164,7 +166,7 @@ def _hand_on(
             outputs[at] = own(*[call.pop(one) for one in placed], **call)
             if not piece.is_last:
                 outputs[at], final = outputs[at]
-                behind.append(final.to(came.dtype).reshape(1, -1))
+                behind.append(final.to(dtype).reshape(1, -1))
             elif isinstance(outputs[at], tuple):
                 outputs[at] = outputs[at][0]
         if place + 1 < spanning.longest:

@@ -42,11 +42,11 @@ EIGHT_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
 pytestmark = pytest.mark.skipif(not NEW, reason="older versions of transformers have few of these models")
 
 
-def _with_lora(model: Any) -> Any:
+def _with_lora(model: Any, modules: list[str]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=LORA, init_lora_weights=False))
+    return get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
 
 
 def _alone(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -74,8 +74,8 @@ def _part(
 
 def _train(
     rank: int, world: int, kind: str, streams: list[list[int]], checkpoint: bool | None = None,
-    dtype: torch.dtype = torch.float64, how: Any = None, lora: bool = False, kernel: str = "", part: bool = False,
-    ahead: bool = False, **changes: Any,
+    dtype: torch.dtype = torch.float64, how: Any = None, lora: list[str] | None = None, kernel: str = "",
+    part: bool = False, ahead: bool = False, **changes: Any,
 ) -> tuple[float, list[int], set[str]]:  # fmt: skip
     """How far streams are from their documents alone at most, in how many waves heads came, and which kernels got
     borders. `checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `part`: heads part,
@@ -100,7 +100,7 @@ def _train(
             calls = getattr(made, kernel)().calls
         reference, model = (family(kind, dtype, **sizes) for _ in range(2))
         if lora:
-            reference, model = _with_lora(reference), _with_lora(model)
+            reference, model = _with_lora(reference, lora), _with_lora(model, lora)
         if checkpoint is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
             model.enable_input_require_grads()
@@ -143,7 +143,8 @@ CASES: dict[str, tuple[list[Any], int, dict[str, Any]]] = {
         f"{kind} by heads": (LONG, 3, {"checkpoint": False, "part": True})
         for kind in ("qwen3_5_text", "kimi_linear", "granitemoehybrid")
     },
-    "qwen3_5_text with adapters of both kinds of layers": (SLOW, 2, {"checkpoint": False, "lora": True}),
+    "qwen3_5_text with adapters of both kinds of layers": (SLOW, 2, {"checkpoint": False, "lora": LORA}),
+    "qwen3_5_text where only gates of its first layer train": (SLOW, 3, {"lora": ["layers.0.linear_attn.in_proj_b"]}),
     "qwen3_5_text kept on the host": (SLOW, 2, {"checkpoint": False, "keep": "host"}),
 }  # fmt: skip
 
