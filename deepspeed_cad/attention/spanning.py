@@ -210,9 +210,10 @@ class Spanning:
                 leaving.append((processes.send([source], server, 0), rows))
             else:
                 ended.append((processes.recv([into], home, 0), came))
-        # Messages that left are waited for at the next exchange: their rows must not be written over before.
-        self._leaving = leaving
-        for work, _ in ended:
+        # Messages that left are waited for at the next exchange: their rows must not be written over before. Gloo takes
+        # back what nobody holds.
+        self._leaving = leaving if rows.is_cuda else []
+        for work, _ in ended if rows.is_cuda else ended + leaving:
             work.wait()
         return came
 
