@@ -146,31 +146,28 @@ def _hand_on(
     name: str, own: Callable[..., Any], spanning: Spanning, layer: nn.Module, placed: list[str], given: dict[str, Any]
 ) -> Any:
     """The kernel piece by piece, each from the state behind the one before it: first all ranks run the first pieces of
-    documents, then the second ones. While a rank waits for states, those behind it may run the layer before."""
+    documents, then the second ones. While a rank waits for a state, the one before it may run the next layer."""
     begins_with, wishes, *of_state = STATES[name]
-    rows = {one for one, axis in KERNELS[name].items() if axis.startswith("BT") and one in given}
-    tensors = [one for one in given.values() if isinstance(one, torch.Tensor)]
+    tensors = {one: x for one, x in given.items() if isinstance(x, torch.Tensor)}
+    rows = [one for one in tensors if KERNELS[name][one].startswith("BT")]
     state = 1, max(given[one].shape[2] for one in rows), *(given[one].shape[3] for one in of_state)
-    dtype = torch.promote_types(given[of_state[0]].dtype, torch.float32)
-    # Nothing at all of every tensor goes with what is sent first, of what came last with what is sent next and with the
-    # output: so every rank has a backward of each exchange, and in this order, whatever requires gradients.
-    came = torch.cat([one[:0].reshape(0, math.prod(state)).to(dtype) for one in tensors])
-    outputs: list[Any] = [None] * len(spanning.pieces)
+    like, dtype = given[of_state[0]], torch.promote_types(given[of_state[0]].dtype, torch.float32)
+    pieces, sizes = spanning.pieces, [piece.size for piece in spanning.pieces]
+    parts = {one: given[one].split(sizes, dim=1) if len(sizes) > 1 else [given[one]] for one in rows}
+    came, outputs = like.new_empty(0, math.prod(state), dtype=dtype), list[Any]([None] * len(pieces))
     for place in range(spanning.longest):
         behind, initials = [came[:0]], iter(came)
-        for at, piece in enumerate(spanning.pieces):
-            if piece.place != place:
-                continue
-            call = {**given, **{one: given[one][:, piece.rows] for one in rows}, wishes: not piece.is_last}
+        for at in [at for at, piece in enumerate(pieces) if piece.place == place]:
+            call = {**given, **{one: parts[one][at] for one in rows}, wishes: not pieces[at].is_last}
             call[begins_with] = next(initials).view(state) if place else None
-            outputs[at] = own(*[call.pop(one) for one in placed], **call)
-            if not piece.is_last:
-                outputs[at], final = outputs[at]
-                behind.append(final.to(dtype).reshape(1, -1))
-            elif isinstance(outputs[at], tuple):
-                outputs[at] = outputs[at][0]
+            output = own(*[call.pop(one) for one in placed], **call)
+            outputs[at], final = output if isinstance(output, tuple) else (output, None)
+            behind += [] if pieces[at].is_last else [final.to(dtype).reshape(1, -1)]
         if place + 1 < spanning.longest:
-            came = spanning.bring(spanning.hop(place), layer, place, torch.cat(behind))
+            # Every rank has a backward of each exchange, and in this order, whatever requires gradients: all tensors go
+            # along with what is sent first, and nothing of what came last with what is sent next and with the output.
+            tied = () if place else tensors.values()
+            came = spanning.bring(spanning.hops[place], layer, place, torch.cat(behind), *tied)
     nothing = came[:0].reshape(1, 0, *outputs[0].shape[2:]).to(outputs[0].dtype)
     whole = torch.cat([*outputs, nothing], dim=1)
     return (whole, None) if wishes == "output_final_state" else whole

@@ -3,7 +3,8 @@
 In: the layout of a micro-batch and its transport. Out: for the kernel of such a layer the state behind the piece before
 each piece, or all rows of a document, of some heads on each of its ranks; for its short convolution the rows before
 each piece. Heads are a dispatch to the ranks that run them and a return, as in attention; states and rows before pieces
-a dispatch alone, whose backward is one the other way round. Every rank takes part in each, also with nothing to send.
+a dispatch alone, whose backward is one the other way round; between GPUs messages from rank to rank. Every rank takes
+part in each exchange of the transport, also with nothing to send.
 
 A document's heads are divided among its ranks in proportion to the rows that each holds: so every rank runs as much as
 it would of its own rows, and fewer rows move than with equal shares. Where what lands would be more than there is
@@ -13,6 +14,8 @@ ordered by document and position; `G` head groups; `L` tokens of a document; `S`
 
 import itertools
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +63,8 @@ class Wave(NamedTuple):
     shares: list[Share]
 
 
-class Both(NamedTuple):
-    """An exchange without a return, and that of its gradients."""
-
-    out: Schedule
-    back: Schedule
+Both = tuple[Schedule, Schedule]
+"""An exchange without a return, and that of its gradients."""
 
 
 class Before(NamedTuple):
@@ -78,12 +78,11 @@ class Before(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Of a document, on this rank."""
+    """Of a document, on this rank: its rows, how many pieces of the document are before it, and whether none is behind
+    it."""
 
-    rows: slice
-    """Of `Spanning.rows`."""
+    size: int
     place: int
-    """Pieces of its document before it."""
     is_last: bool
 
 
@@ -126,11 +125,9 @@ class Spanning:
         """Pieces of the document that has most."""
         self._place = np.arange(len(of)) - self._first[of]
         last = self._place + 1 == self._count[of]
-        table = zip(self._base[mine], self._sizes[mine], self._place[mine], last[mine])
-        self.pieces = [Piece(slice(begin, begin + size), int(place), bool(end)) for begin, size, place, end in table]
-        """In the order of `rows`; one where there are none, for the row that stands in."""
-        self.pieces = self.pieces or [Piece(slice(0, 1), 0, True)]
-        self._hops: dict[int, Both] = {}
+        table = zip(self._sizes[mine], self._place[mine], last[mine])
+        # In the order of `rows`; one where there are none, for the row that stands in.
+        self.pieces = [Piece(int(size), int(place), bool(end)) for size, place, end in table] or [Piece(1, 0, True)]
         self._heads: dict[tuple[int, int], list[Wave]] = {}
         self._before: dict[int, Before] = {}
         self._layers: dict[Hashable, int] = {}
@@ -147,13 +144,11 @@ class Spanning:
             self._heads[groups, size] = [self._one_wave(groups, *wave) for wave in cuts]
         return self._heads[groups, size]
 
-    def hop(self, place: int) -> Both:
-        """From each document's piece at this place to the next one, a row for each."""
-        if place not in self._hops:
-            behind = np.flatnonzero(self._place == place + 1)
-            home, server = self._pieces.rank[behind - 1], self._pieces.rank[behind]
-            self._hops[place] = self._both(home, server, np.ones(len(behind), np.int64))
-        return self._hops[place]
+    @cached_property
+    def hops(self) -> list[Both]:
+        """By place: from each document's piece there to the one behind it, a row for each."""
+        rank, behind = self._pieces.rank, [np.flatnonzero(self._place == place) for place in range(1, self.longest)]
+        return [self._both(rank[at - 1], rank[at], np.ones(len(at), np.int64)) for at in behind]
 
     def before(self, count: int) -> Before:
         if count not in self._before:
@@ -172,13 +167,14 @@ class Spanning:
         return found
 
     @unseen_by_checkpointing
-    def bring(self, exchange: Both, layer: Hashable, what: Hashable, sent: Tensor) -> Tensor:
+    def bring(self, exchange: Both, layer: Hashable, what: Hashable, sent: Tensor, *behind: Tensor) -> Tensor:
         """What others send to this rank, [m, w] of `sent` [n, w]. Differentiable. It is little and kept: where
-        activation checkpointing runs the layer again, nothing moves. `what` tells it from the layer's other ones."""
+        activation checkpointing runs the layer again, nothing moves. `what` tells it from the layer's other ones. Its
+        backward comes before that of what is `behind`, and comes at all if that has one."""
         came, recomputes = self._came.get((layer, what)), in_backward()
         if came is not None and not recomputes:
             raise CADError(f"{type(layer).__name__} with documents that span ranks was called twice in one forward")
-        found: Tensor = _Bring.apply(self, exchange, self._number(layer), came, sent)
+        found: Tensor = _Bring.apply(self, exchange, self._number(layer), came, sent, *behind)
         self._came[layer, what] = found.detach()
         return found
 
@@ -197,24 +193,27 @@ class Spanning:
         some layers ahead of those behind them."""
         if not self._ahead:
             return self.dispatch(schedule, layer, [rows[:, None]], backward, lane=1)[0].clone()
-        processes, ended, leaving = processes_of(self._transport.group), self._leaving, []
-        came = rows.new_empty(int(schedule.served_rows[self._rank, 0]), rows.shape[1])
+        processes, arriving = processes_of(self._transport.group), []
+        came, way = (
+            rows.new_empty(int(schedule.served_rows[self._rank, 0]), rows.shape[1]),
+            ("forward", "backward")[backward],
+        )
         # In one order on all ranks: each message may have to wait for the one before it.
         table = np.concatenate([schedule.sends, schedule.receives, schedule.own])
         table = table[np.lexsort((table[:, SERVER], table[:, HOME]))][:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]]
-        for home, at, server, begin, count in table.tolist():
-            source, into = rows[at : at + count], came[begin : begin + count]
-            if home == server:
-                into.copy_(source)
-            elif home == self._rank:
-                leaving.append((processes.send([source], server, 0), rows))
-            else:
-                ended.append((processes.recv([into], home, 0), came))
-        # Messages that left are waited for at the next exchange: their rows must not be written over before. Gloo takes
-        # back what nobody holds.
-        self._leaving = leaving if rows.is_cuda else []
-        for work, _ in ended if rows.is_cuda else ended + leaving:
-            work.wait()
+        label = f"state and rows before pieces in the {way} of micro-batch {self._turn}, layer {layer}"
+        with self._transport.watched(label) if rows.is_cuda else nullcontext():
+            for home, at, server, begin, count in table.tolist():
+                source, into = rows[at : at + count], came[begin : begin + count]
+                if home == server:
+                    into.copy_(source)
+                elif home == self._rank:
+                    self._leaving.append((processes.send([source], server, 0), rows))
+                else:
+                    arriving.append(processes.recv([into], home, 0))
+            for work in arriving:
+                work.wait()
+        self._leaving = [one for one in self._leaving if not one[0].is_completed()]
         return came
 
     def give_back(self, schedule: Schedule, layer: int, pairs: list[tuple[Tensor, Tensor]], backward: bool) -> None:
@@ -282,10 +281,8 @@ class Spanning:
     def _both(self, home: Ints, server: Ints, size: Ints) -> Both:
         """Rows in turn on either side."""
         (home_row, sent), (server_row, landed) = self._in_turn(home, size), self._in_turn(server, size)
-        return Both(
-            self._schedule(home, home_row, server, server_row, size, landed),
-            self._schedule(server, server_row, home, home_row, size, sent),
-        )
+        out = self._schedule(home, home_row, server, server_row, size, landed)
+        return out, self._schedule(server, server_row, home, home_row, size, sent)
 
     def _in_turn(self, rank: Ints, size: Ints) -> tuple[Ints, Ints]:
         """Where parts begin that lie one behind the other on each rank, and [ranks] rows of all of them."""
@@ -371,13 +368,16 @@ class _Bring(torch.autograd.Function):
     """`kept`: what the same exchange brought before."""
 
     @staticmethod
-    def forward(ctx: Any, spanning: Spanning, exchange: Both, layer: int, kept: Tensor | None, sent: Tensor) -> Tensor:
-        ctx.given = spanning, exchange.back, layer
+    def forward(
+        ctx: Any, spanning: Spanning, exchange: Both, layer: int, kept: Tensor | None, sent: Tensor, *behind: Tensor
+    ) -> Tensor:
+        ctx.given, ctx.behind = (spanning, exchange[1], layer), len(behind)
         if kept is not None:
             return kept.detach()
-        return spanning.carry(exchange.out, layer, sent, backward=False)
+        return spanning.carry(exchange[0], layer, sent, backward=False)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         spanning, back, layer = ctx.given
-        return None, None, None, None, spanning.carry(back, layer, gradient.contiguous(), backward=True)
+        sent = spanning.carry(back, layer, gradient.contiguous(), backward=True)
+        return None, None, None, None, sent, *[None] * ctx.behind

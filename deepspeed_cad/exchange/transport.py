@@ -9,14 +9,15 @@ Exchanges are paired by order; each sends its identity along (failure/identity.p
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from deepspeed_cad.exchange.failure.identity import Identity, Moment, Register
-from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import Group
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
@@ -93,6 +94,8 @@ class Transport(ABC):
     two_ways = False
     """Whether results travel home while later dispatches travel out, and no host waits for either: beside reserved
     servers."""
+    _watchdog: Watchdog
+    """On GPUs."""
     stream: torch.cuda.Stream | None = None
     """Where the transfers of the newest exchange end, if that is one stream: for timelines."""
 
@@ -132,6 +135,16 @@ class Transport(ABC):
     def abandon(self) -> Callable[[], None]:
         """Let go of a group one of whose servers is lost, or that others take the place of: meets nobody and waits for
         nothing. Gives what releases the memory that is left, which may wait for the GPU, when trainers go on."""
+
+    @contextmanager
+    def watched(self, label: str) -> Iterator[None]:
+        """Sound the alarm where a GPU stands still with what is queued inside, or the host that queues it."""
+        before, after = torch.cuda.Event(), torch.cuda.Event()
+        before.record()
+        with self._watchdog.inside(label):
+            yield
+        after.record()
+        self._watchdog.track(before, after, label)
 
     def _next(self, schedule: Schedule, nano_batch: int, moment: Moment, is_return: bool) -> Identity:
         self.exchanges += 1

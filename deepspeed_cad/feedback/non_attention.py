@@ -138,7 +138,8 @@ class NonAttention:
         self._each[model] = np.where(measured > 0, smooth, each)
         waited, newest = self._waited.get(model, np.zeros(self._trainers)), reports[:, 3] / 1000
         # Steps that compile wait, too; the first one without any wait ends that.
-        self._waited[model] = np.where(newest > 0, waited + GAIN * (newest - waited), 0.0)
+        found = np.where(newest > 0, waited + GAIN * (newest - waited), 0.0)
+        self._waited[model] = np.where((measured > 0).any(0), found, waited)
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] seconds per token of one layer; None where not known, and while paused.

@@ -30,8 +30,9 @@ COPIES = 1.0 + 2.0 * HEADROOM
 """Of what the kernel takes, beside what the layer would hold on one rank: as the kernel takes it, and landing areas out
 and back. In waves it would be less."""
 WAIT, PARTED = 0.098, 0.72
-"""More time of layers that carry state where it is handed on, for each piece of the longest document but its first, and
-where heads part: measured with two pieces (benchmarks/results/h100x2/hybrid_long_*.json), taken to hold for more."""
+"""More time of layers that carry state, as shares of their own, where it is handed on, for each piece of the longest
+document but its first, and where heads part: measured with two pieces (benchmarks/results/h100x2/hybrid_long_*.json),
+taken to hold for more."""
 
 
 def seconds(cost: CostModel, begin: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
@@ -217,16 +218,12 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
     if state is None or not own.begin.any():
         return None
     hosts = np.zeros(layout.ranks, np.int64) if setting.hosts is None else setting.hosts
-    gathered, (inside, whole) = np.zeros((2, layout.ranks)), np.zeros((2, layout.ranks))
-    names, spread = own.count_ranks()
-    for document in names[spread > 1]:
-        of = own.document == document
-        held = np.bincount(own.rank[of], weights=(own.end - own.begin)[of], minlength=layout.ranks)
-        near = np.bincount(hosts, weights=held)[hosts]
-        gathered[INSIDE] += (held > 0) * (near - held)
-        gathered[BETWEEN] += (held > 0) * (held.sum() - near)
-        inside += held
-        whole += held.sum() * (held > 0)
+    held = np.zeros((layout.documents, layout.ranks))
+    np.add.at(held, (own.document, own.rank), own.end - own.begin)
+    held = held[(held > 0).sum(1) > 1]
+    inside, all_rows, near = held.sum(0), held.sum(1, keepdims=True), held @ (hosts[:, None] == hosts)
+    gathered, whole = np.zeros((2, layout.ranks)), ((held > 0) * all_rows).sum(0)
+    gathered[INSIDE], gathered[BETWEEN] = (((held > 0) * one).sum(0) for one in (near - held, all_rows - near))
 
     def ran(forward: float, backward: float) -> float:
         """In all of these layers."""
@@ -237,10 +234,10 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
     layer = ran(*(kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)))
     gather = 2.0 * setting.model.hidden * float(link_seconds(machine, gathered).max())
     pieces, rows = int(np.bincount(own.document).max()), float(inside.max())
-    parts = pieces > MOST_PIECES
+    parts = pieces > MOST_PIECES or not state.hands_on
     late = PARTED if parts else WAIT * (pieces - 1)
     return Travel(
-        late * layer * rows if state.taken else 0.0,
+        late * layer * rows * (state.taken > 0),
         layer * rows,
         COPIES * 2.0 * state.taken * rows if parts else 0.0,
         layer * (float((layout.tokens - inside + whole).max()) - float(layout.tokens.max())) + ran(gather, gather),

@@ -36,8 +36,8 @@ class StateLayers:
     """Elements of a token that its recurrent kernel takes; 0: it has none."""
     given: int
     """Likewise, that it gives."""
-    heads: tuple[int, ...]
-    """Of the tensors that the kernel takes."""
+    hands_on: bool
+    """Whether the kernel takes a state and gives one; else heads part where documents span ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ SHAPES = {
     "llama-70b": ModelShape(layers=80, hidden=8192, intermediate=28672, vocabulary=128256, heads=64, kv_heads=8),
     "qwen3.5-9b": ModelShape(
         layers=32, hidden=4096, intermediate=12288, vocabulary=248320, heads=16, kv_heads=4, head_dim=256,
-        state=StateLayers(24, 8, 4096 * (8192 + 2 * 4096 + 2 * 32), 8192, 4096, (16, 32)),
+        state=StateLayers(24, 8, 4096 * (8192 + 2 * 4096 + 2 * 32), 8192, 4096, True),
     ),
 }  # fmt: skip
 """Usual sizes by name."""

@@ -65,12 +65,7 @@ cut is 2.5 % of the time, and 1/256 is 0.6 % (arithmetic)."""
 
 
 def choose_interleaved_cut(
-    layout: Layout,
-    unit: Ints,
-    kinds: Sequence[PlanLayers],
-    servers: float,
-    linear: float | None,
-    helpers: float,
+    layout: Layout, unit: Ints, kinds: Sequence[PlanLayers], servers: float, linear: float | None, helpers: float
 ) -> Ints | None:
     """Rows of each rank's first nano-batch where linear layers of one run while servers attend the other, or None.
 

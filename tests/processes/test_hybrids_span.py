@@ -72,6 +72,14 @@ def _part(
     return part, here
 
 
+def _carry(self: Any, *given: Any, own: Any = Spanning.carry, **how: Any) -> torch.Tensor:
+    """Gloo takes back a message that nobody holds."""
+    came = own(self, *given, **how)
+    for work, _ in self._leaving:
+        work.wait()
+    return came
+
+
 def _train(
     rank: int, world: int, kind: str, streams: list[list[int]], checkpoint: bool | None = None,
     dtype: torch.dtype = torch.float64, how: Any = None, lora: list[str] | None = None, kernel: str = "",
@@ -95,6 +103,7 @@ def _train(
             patch.setattr(spanning, "MOST_PIECES", 0)
         if ahead:
             patch.setattr(Spanning, "_ahead", property(lambda self: True, lambda self, value: None), raising=False)
+            patch.setattr(Spanning, "carry", _carry)
         if kernel:
             made = Kernels(patch, f"transformers.models.{kind}.modeling_{kind}").convolution()
             calls = getattr(made, kernel)().calls

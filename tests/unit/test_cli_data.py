@@ -324,10 +324,10 @@ def test_layers_that_carry_state_are_read_off_the_model(tmp_path: Path) -> None:
         read[kind] = read_model_shape(str(tmp_path))
     assert read["qwen3_5"] == SHAPES["qwen3.5-9b"]
     mamba, beside = read["jamba"].state, read["falcon_h1"].state
-    assert mamba is not None and (mamba.count, mamba.attending, mamba.heads) == (28, 4, (1, 8192))
+    assert mamba is not None and (mamba.count, mamba.attending, mamba.hands_on) == (28, 4, False)
     assert (mamba.taken, mamba.given) == (3 * 8192, 8192)
     assert beside is not None and beside.count == beside.attending == read["falcon_h1"].layers
-    assert read["lfm2"].state == StateLayers(30, 2, 4 * 2560 * 2560, 0, 0, ())
+    assert read["lfm2"].state == StateLayers(30, 2, 4 * 2560 * 2560, 0, 0, False)
 
 
 def test_models_with_images_that_training_refuses(tmp_path: Path) -> None:

@@ -98,16 +98,18 @@ def session() -> Iterator[Session]:
     opened.close()
 
 
-@pytest.mark.parametrize(("documents", "order"), [("keep", [0, 1]), ("in_order", [1, 0])])
+@pytest.mark.parametrize(
+    ("documents", "order", "found"), [("keep", [0, 1], [0, 1]), ("keep", [1, 0], [1, 0]), ("in_order", [1, 0], [0, 1])]
+)
 def test_micro_batches_stay_in_order_where_that_is_asked_for(
-    session: Session, documents: str, order: list[int]
+    session: Session, documents: str, order: list[int], found: list[int]
 ) -> None:
     """The light one comes first, or the one that was loaded first."""
     session.plans.config = replace(session.plans.config, documents=documents)
     given = [LocalSegments.none(0), LocalSegments(*np.array([[0], [9], [0]]), 9)]
     ordered = [[given[m] for m in order]]
     steps = StepPlans(session.plans, [Place(0, 0)], (ProgramTick(FULL, (0,)),), lambda: ordered, Rounds(1, 2), 0)
-    assert steps.known and steps.order == [[0, 1]]
+    assert steps.known and steps.order == [found]
 
 
 def test_keys_cost_backward() -> None:

@@ -72,7 +72,7 @@ def test_layers_that_carry_state_are_as_measured() -> None:
     """Eight layers of a Qwen3.5 of 8B sizes, six of them delta nets, without attention."""
     run = json.loads((ROOT / "benchmarks/results/h200x2/hybrid_prolong_64k_2r_b064ed1.json").read_text())
     measured = run["modes"]["bound_qkv"]
-    delta = StateLayers(6, 2, 4096 * (8192 + 2 * 4096 + 2 * 32), 8192, 4096, (16, 32))
+    delta = StateLayers(6, 2, 4096 * (8192 + 2 * 4096 + 2 * 32), 8192, 4096, True)
     own = Setting(replace(MODEL, layers=8, state=delta), Cluster(2, 2, Machine.load("h200")), COST)
     found = modes.foresee_rows(own, "none", np.full((1, 2), 65536.0), np.zeros((2, 1, 2)), False)
     assert found.seconds.total == pytest.approx(np.mean(measured["step_seconds"]), rel=0.01)
@@ -88,7 +88,7 @@ def test_layers_that_carry_state_are_as_measured() -> None:
 @pytest.mark.parametrize(("ranks", "more"), [(2, WAIT), (3, 2 * WAIT), (9, PARTED)])
 def test_layers_that_carry_state_wait_for_the_ranks_before(ranks: int, more: float) -> None:
     layout = Layout.from_stream([100 * ranks - 20, 20], ranks, 100)
-    delta = StateLayers(3, 1, 4096**2, 8192, 4096, (16, 32))
+    delta = StateLayers(3, 1, 4096**2, 8192, 4096, True)
     own = replace(setting(ranks=ranks, checkpointing=False), model=replace(MODEL, state=delta))
     travel = find_travel(own, layout)
     run = ROOT / f"benchmarks/results/h100x2/hybrid_long_{'f0d67c3' if more == PARTED else 'f6e74fe'}.json"

@@ -108,8 +108,8 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
         positions = layout.local(rank).positions()[one.rows]
         rows.append(positions)
         sent.append(positions[before[rank].sent.numpy()][:, None])
-    came = _carry([one.exchange.out for one in before], sent)
-    back = _carry([one.exchange.back for one in before], [one[:, None] for one in came])
+    came = _carry([one.exchange[0] for one in before], sent)
+    back = _carry([one.exchange[1] for one in before], [one[:, None] for one in came])
     assert all((one[:, 0] == other).all() for one, other in zip(sent, back))
     for one, own, ahead in zip(before, rows, came):
         parts = one.pieces if len(own) else []
@@ -134,16 +134,19 @@ def test_hops(drawn: tuple[list[int], int, bool, int]) -> None:
     for place in range(all_ranks[0].longest):
         names = []
         for rank, one in enumerate(all_ranks):
-            mine = [piece for piece in one.pieces if len(one.rows) and piece.place == place]
-            first = [local[rank].positions()[one.rows[piece.rows]][0] for piece in mine]
+            begin = np.cumsum([0, *(piece.size for piece in one.pieces)])
+            mine = [(at, piece) for at, piece in zip(begin, one.pieces) if len(one.rows) and piece.place == place]
+            first = [int(local[rank].positions()[one.rows[at]]) for at, _ in mine]
             assert np.array_equal(came[rank], first if place else []), "the end of the piece before"
-            ends = [int(at) + piece.rows.stop - piece.rows.start for at, piece in zip(first, mine) if not piece.is_last]
+            ends = [at + piece.size for at, (_, piece) in zip(first, mine) if not piece.is_last]
             names.append(np.array(ends, np.int64)[:, None])
-        hops = [one.hop(place) for one in all_ranks]
-        came = _carry([one.out for one in hops], names)
-        back = _carry([one.back for one in hops], [one[:, None] for one in came])
+        if place + 1 == all_ranks[0].longest:
+            break
+        out, back = zip(*(one.hops[place] for one in all_ranks))
+        came = _carry(out, names)
+        back = _carry(back, [one[:, None] for one in came])
         assert all((one[:, 0] == other).all() for one, other in zip(names, back))
-    assert not any(map(len, came))
+    assert not any(map(len, names))
 
 
 def test_shares() -> None:

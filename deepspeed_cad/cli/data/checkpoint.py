@@ -83,19 +83,18 @@ def _state_layers(config: Any) -> StateLayers | None:
     return StateLayers(len(carrying), sum(map(has_attention, layers)), *_sizes(carrying[0], int(config.hidden_size)))
 
 
-def _sizes(module: Any, hidden: int) -> tuple[int, int, int, tuple[int, ...]]:
-    """Weights of the matrices of a layer that carries state, elements that its kernel takes and gives, heads."""
+def _sizes(module: Any, hidden: int) -> tuple[int, int, int, bool]:
+    """Weights of the matrices of a layer that carries state, elements that its kernel takes and gives, and whether the
+    kernel takes a state."""
     matrices = [tuple(one.weight.shape) for one in module.modules() if type(one).__name__ == "Linear"]
     weights = sum(rows * columns for rows, columns in matrices)
     decay = next((own for name, own in module.named_parameters() if name.endswith("A_log")), None)
     if decay is None:
-        return weights, 0, 0, ()
+        return weights, 0, 0, False
     given = [columns for rows, columns in matrices if rows == hidden][-1]
     taken = next(one.in_channels for one in module.children() if hasattr(one, "in_channels"))
-    if decay.ndim > 1:  # the first kind of Mamba: each channel a head, and as many steps and gates
-        return weights, 3 * taken, given, (1, given)
-    heads = int(decay.numel())
-    return weights, taken, given, (int(getattr(module, "num_k_heads", getattr(module, "n_groups", heads))), heads)
+    first_mamba = decay.ndim > 1  # which has as many steps and gates as channels
+    return weights, taken * (3 if first_mamba else 1), given, not first_mamba
 
 
 def _kinds(config: Any) -> list[str]:
