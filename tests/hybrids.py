@@ -40,8 +40,7 @@ class Kernels:
 
         def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, **kwargs: Any) -> Any:
             cumulative = kwargs.pop("cu_seqlens", None)
-            known = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-            kwargs = {name: kwargs[name] for name in known}
+            kwargs = {key: kwargs[key] for key in ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")}
             cuts = self._cumulative("chunk_gated_delta_rule", cumulative, q.shape[0], q.shape[1])
             parts = zip(*(x.split(cuts, dim=1) for x in (q, k, v, g, beta)))
             out, states = zip(*(own(*part[:3], g=part[3], beta=part[4], **kwargs) for part in parts))

@@ -87,8 +87,7 @@ def _train(
 ) -> tuple[float, list[int], set[str]]:  # fmt: skip
     """How far streams are from their documents alone at most, in how many waves heads came, and which kernels got
     borders. `checkpoint`: none, reentrant or not; `how`: as deepspeed_cad.shard_stream takes it; `part`: heads part,
-    also where state could be handed on; `ahead`: messages as between GPUs; `changes`: of the block, and of the model's
-    config."""
+    also where state could be handed on; `ahead`: as on GPUs; `changes`: of the block, and of the model's config."""
     sizes = {name: changes.pop(name) for name in EIGHT_HEADS if name in changes}
     waves, divide, worst, calls = [], Spanning.heads, 0.0, []
 
@@ -248,9 +247,7 @@ def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
         assert worst < 1e-4
 
 
-def _moved(
-    rank: int, world: int, kind: str, lengths: list[int], part: bool, checkpoint: bool | None = None
-) -> list[int]:
+def _moved(rank: int, world: int, kind: str, lengths: Any, part: bool, checkpoint: bool | None = None) -> list[int]:
     """Bytes that each exchange of a forward and backward moves from this rank for layers that carry state."""
     moved: list[int] = []
 
@@ -277,18 +274,15 @@ def _moved(
     return moved
 
 
-CHANNELS = 2 * 2 * 8 + 4 * 8
-"""Of a convolution, in a layer of 4 heads of 8."""
-
-
 def test_what_moves(workers: WorkerPool) -> None:
     """One layer: a state, or at most what an all-to-all by heads moves. Where documents lie on one rank nothing."""
     assert workers.run(_moved, 2, "qwen3_5_text", [70, 10, 80], False) == [[], []]
     handed, parted = (np.sum(workers.run(_moved, 2, "qwen3_5_text", WAVES, part), axis=0) for part in (False, True))
-    before, state = 3 * CHANNELS * 4, 4 * 8 * 8 * 4
+    channels = 2 * 2 * 8 + 4 * 8
+    before, state = 3 * channels * 4, 4 * 8 * 8 * 4
     assert handed.tolist() == [before, state, state, before]
     # Forward: rows before pieces, what the kernel reads, what it gives; backward the other way round.
-    by_heads = 200 // 2 * 4 * np.array([CHANNELS + 2 * 4, 4 * 8])
+    by_heads = 200 // 2 * 4 * np.array([channels + 2 * 4, 4 * 8])
     assert parted[0] == parted[5] == before
     assert (parted[1:3] <= by_heads).all() and (parted[3:5] <= by_heads[::-1]).all()
 
@@ -297,9 +291,8 @@ def test_what_moves(workers: WorkerPool) -> None:
 def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
     """A layer that runs again brings its kernel the rows again, which the backward needs, but neither states nor the
     rows before pieces."""
-    once, again = (
-        np.sum(workers.run(_moved, 2, "qwen3_5_text", WAVES, True, one), axis=0) for one in (None, checkpoint)
-    )
+    parted = (workers.run(_moved, 2, "qwen3_5_text", WAVES, True, one) for one in (None, checkpoint))
+    once, again = (np.sum(one, axis=0) for one in parted)
     assert again.tolist() == [*once[:3], *once[1:3], *once[3:]]
     for kind, exchanges in (("qwen3_5_text", 4), ("lfm2", 2)):
         for one, other in zip(*(workers.run(_moved, 2, kind, WAVES, False, one) for one in (None, checkpoint))):

@@ -11,7 +11,9 @@ import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.gather import digest
+from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Gathered
+from deepspeed_cad.ahead.step import StepAhead
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
@@ -125,3 +127,21 @@ def test_a_forward_alone_is_even_in_what_it_costs() -> None:
     both = make_plan(PlanInput(tick, WHOLE, slow))
     alone = make_plan(PlanInput(tick, WHOLE, slow.of_forward(FORWARD_SHARE), backward=False))
     assert 0 < alone.finish.max() < 0.5 * both.finish.max()
+
+
+class Loader(list[int]):
+    end_of_dataloader = False
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in list.__iter__(self):
+            self.end_of_dataloader = batch == len(self) - 1
+            yield batch
+
+
+def test_the_batch_that_is_said_to_be_the_last_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Accelerate's loaders say it, though a step ahead was read."""
+    monkeypatch.setattr(StepAhead, "submit", lambda self, batches, ended: (lambda: batches) if batches else None)
+    feed: Any = SimpleNamespace(begin_epoch=lambda *_: None, give_out=lambda: None)
+    for count in (1, 4, 5):
+        loader = Loader(range(count))
+        assert [loader.end_of_dataloader for _ in LookAheadLoader(loader, feed, 2)] == [False] * (count - 1) + [True]
