@@ -113,7 +113,7 @@ def _convolve(
     before = spanning.before(count)
     blank = rows_TC.new_zeros(count, rows_TC.shape[1])
     came = spanning.bring(before.exchange, layer, CONVOLUTION, rows_TC.index_select(0, before.sent))
-    gots, sizes = map(list, zip(*before.pieces))
+    gots, sizes = before.gots, [piece.size for piece in spanning.pieces]
     parts = zip(gots, came.split(gots), rows_TC.split(sizes))
     joined = torch.cat([one for got, ahead, piece in parts for one in (blank[got:], ahead, piece)])
     output: torch.Tensor = own(joined.T[None].contiguous(), *args, **kwargs)

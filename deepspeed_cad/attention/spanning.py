@@ -63,18 +63,18 @@ class Wave(NamedTuple):
     shares: list[Share]
 
 
-Both = tuple[Schedule, Schedule]
-"""An exchange without a return, and that of its gradients."""
+OneWay = tuple[Schedule, Schedule]
+"""An exchange that nothing returns from, and that of its gradients."""
 
 
 class Before(NamedTuple):
     """Rows before pieces, for a convolution."""
 
-    exchange: Both
+    exchange: OneWay
     sent: Tensor
     """Rows of this rank, [0, n), that others or itself read: once for each piece that does."""
-    pieces: list[tuple[int, int]]
-    """Of each piece of this rank: how many of the rows before it came, and its own rows."""
+    gots: list[int]
+    """Of each piece of this rank, how many of the rows before it came."""
 
 
 class Piece(NamedTuple):
@@ -106,6 +106,7 @@ class Spanning:
         self._rank, self._ranks, self._transport, self._turn = rank, layout.ranks, transport, turn
         self.device, self._memory = device, memory
         self._ahead = device.type == "cuda"
+        """Whether states and rows before pieces go as messages: see `carry`."""
         self._leaving: list[tuple[Any, Tensor]] = []
         """Messages under way to others, and their rows."""
         self._sizes = pieces.end - pieces.begin
@@ -145,10 +146,10 @@ class Spanning:
         return self._heads[groups, size]
 
     @cached_property
-    def hops(self) -> list[Both]:
+    def hops(self) -> list[OneWay]:
         """By place: from each document's piece there to the one behind it, a row for each."""
         rank, behind = self._pieces.rank, [np.flatnonzero(self._place == place) for place in range(1, self.longest)]
-        return [self._both(rank[at - 1], rank[at], np.ones(len(at), np.int64)) for at in behind]
+        return [self._one_way(rank[at - 1], rank[at], np.ones(len(at), np.int64)) for at in behind]
 
     def before(self, count: int) -> Before:
         if count not in self._before:
@@ -167,10 +168,10 @@ class Spanning:
         return found
 
     @unseen_by_checkpointing
-    def bring(self, exchange: Both, layer: Hashable, what: Hashable, sent: Tensor, *behind: Tensor) -> Tensor:
+    def bring(self, exchange: OneWay, layer: Hashable, what: Hashable, sent: Tensor, *behind: Tensor) -> Tensor:
         """What others send to this rank, [m, w] of `sent` [n, w]. Differentiable. It is little and kept: where
         activation checkpointing runs the layer again, nothing moves. `what` tells it from the layer's other ones. Its
-        backward comes before that of what is `behind`, and comes at all if that has one."""
+        backward runs before that of `behind`, and on every rank where any of these needs a gradient."""
         came, recomputes = self._came.get((layer, what)), in_backward()
         if came is not None and not recomputes:
             raise CADError(f"{type(layer).__name__} with documents that span ranks was called twice in one forward")
@@ -194,13 +195,11 @@ class Spanning:
         if not self._ahead:
             return self.dispatch(schedule, layer, [rows[:, None]], backward, lane=1)[0].clone()
         processes, arriving = processes_of(self._transport.group), []
-        came, way = (
-            rows.new_empty(int(schedule.served_rows[self._rank, 0]), rows.shape[1]),
-            ("forward", "backward")[backward],
-        )
+        came = rows.new_empty(int(schedule.served_rows[self._rank, 0]), rows.shape[1])
         # In one order on all ranks: each message may have to wait for the one before it.
         table = np.concatenate([schedule.sends, schedule.receives, schedule.own])
         table = table[np.lexsort((table[:, SERVER], table[:, HOME]))][:, [HOME, HOME_ROW, SERVER, SERVER_ROW, ROWS]]
+        way = "backward" if backward else "forward"
         label = f"state and rows before pieces in the {way} of micro-batch {self._turn}, layer {layer}"
         with self._transport.watched(label) if rows.is_cuda else nullcontext():
             for home, at, server, begin, count in table.tolist():
@@ -274,11 +273,9 @@ class Spanning:
         first = self._base[other] + low - pieces.begin[other]
         got = np.bincount(at, weights=size, minlength=len(pieces.rank)).astype(np.int64)
         rows = torch.from_numpy(expand(first[leaves], size[leaves])).to(self.device)
-        # A rank without any has a stand-in of one row.
-        parts = list(zip(got[mine].tolist(), self._sizes[mine].tolist())) or [(0, 1)]
-        return Before(self._both(home, server, size), rows, parts)
+        return Before(self._one_way(home, server, size), rows, got[mine].tolist() or [0])
 
-    def _both(self, home: Ints, server: Ints, size: Ints) -> Both:
+    def _one_way(self, home: Ints, server: Ints, size: Ints) -> OneWay:
         """Rows in turn on either side."""
         (home_row, sent), (server_row, landed) = self._in_turn(home, size), self._in_turn(server, size)
         out = self._schedule(home, home_row, server, server_row, size, landed)
@@ -369,7 +366,7 @@ class _Bring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spanning: Spanning, exchange: Both, layer: int, kept: Tensor | None, sent: Tensor, *behind: Tensor
+        ctx: Any, spanning: Spanning, exchange: OneWay, layer: int, kept: Tensor | None, sent: Tensor, *behind: Tensor
     ) -> Tensor:
         ctx.given, ctx.behind = (spanning, exchange[1], layer), len(behind)
         if kept is not None:

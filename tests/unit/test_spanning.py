@@ -111,11 +111,10 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
     came = _carry([one.exchange[0] for one in before], sent)
     back = _carry([one.exchange[1] for one in before], [one[:, None] for one in came])
     assert all((one[:, 0] == other).all() for one, other in zip(sent, back))
-    for one, own, ahead in zip(before, rows, came):
-        parts = one.pieces if len(own) else []
-        gots, sizes = ([part[i] for part in parts] for i in (0, 1))
-        assert one.pieces == (parts or [(0, 1)])
-        assert (sum(gots), sum(sizes)) == (len(ahead), len(own))
+    for one, spanning, own, ahead in zip(before, all_ranks, rows, came):
+        assert len(own) or (one.gots, spanning.pieces) == ([0], [(1, 0, True)])
+        gots, sizes = (one.gots, [piece.size for piece in spanning.pieces]) if len(own) else ([], [])
+        assert len(gots) == len(sizes) and (sum(gots), sum(sizes)) == (len(ahead), len(own))
         for got, piece, rows_before in zip(gots, np.split(own, np.cumsum(sizes)), np.split(ahead, np.cumsum(gots))):
             assert len(piece) and (np.diff(piece) == 1).all()
             assert got == min(count, piece[0])
