@@ -102,7 +102,7 @@ class Feed:
     def announce(self, mine: Announcement, backward: bool = True) -> None:
         """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
         epoch, index = self._epoch, self._next_index()
-        self._ahead.append((mine, self._plan(lambda: self._gather_lengths(epoch, index, mine), backward)))
+        self._ahead.append((mine, self._plan(lambda: self.gather_lengths(epoch, index, mine), backward)))
 
     def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
@@ -132,10 +132,6 @@ class Feed:
         if payload is not None:
             self._refuse_ended(epoch)
         return [one.payload for one in said]
-
-    def gather_first(self, at: StepAt, mine: Announcement) -> list[Announcement]:
-        """Every rank's first micro-batch of a step that was gathered. Runs on the look-ahead thread."""
-        return self._gather_lengths(at[0], at[2], mine)
 
     @property
     def in_words(self) -> str:
@@ -329,8 +325,9 @@ class Feed:
         state = State.ENDED if payload is None else State.GOING
         return self.gatherer.gather(subject, payload, state=state, model=self.fingerprint)
 
-    def _gather_lengths(self, epoch: int, index: int, mine: Announcement) -> list[Announcement]:
-        """What all ranks announced as this micro-batch; raises EpochOverError where the loader of one had ended."""
+    def gather_lengths(self, epoch: int, index: int, mine: Announcement) -> list[Announcement]:
+        """What all ranks announced as this micro-batch; raises EpochOverError where the loader of one had ended. On the
+        look-ahead thread."""
         self._refuse_ended(epoch)
         said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
         self._note_end(said, epoch, index)

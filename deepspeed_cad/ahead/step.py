@@ -124,7 +124,7 @@ class StepAhead:
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
             mine = [known[id(one.batch)] if id(one.batch) in known else feed.read(one.batch) for one in moved]
             mine = [replace(one, loaded=int(tokens)) for one, tokens in zip(mine, loaded)]
-        return moved, mine, feed.plans.open(feed.gather_first(at, mine[0]), keys, feed.number)
+        return moved, mine, feed.plans.open(feed.gather_lengths(at[0], at[2], mine[0]), keys, feed.number)
 
     def _place(
         self, at: StepAt, batches: list[Any], said: list[StepMessage], fields: Fields | None, keys: dict[PlanKey, int]

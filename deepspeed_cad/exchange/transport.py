@@ -12,13 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Identity, Moment, Register
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
-from deepspeed_cad.exchange.group import Group
+from deepspeed_cad.exchange.group import Group, abort
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.waves import Room
@@ -138,10 +140,13 @@ class Transport(ABC):
 
     @contextmanager
     def watched(self, label: str) -> Iterator[None]:
-        """Sound the alarm where a GPU stands still with what is queued inside, or the host that queues it."""
+        """Sound the alarm where a GPU stands still with what is queued inside, through the group's own processes, or
+        the host that queues it."""
+        self.alarm.check()
+        self._watchdog.also = partial(abort, self.group, self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record()
-        with self._watchdog.inside(label):
+        with Liveness.watch(self.alarm.liveness, label), self._watchdog.inside(label):
             yield
         after.record()
         self._watchdog.track(before, after, label)

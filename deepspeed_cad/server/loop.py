@@ -208,11 +208,6 @@ class Loop:
     def _schedules(self, opened: ServedMicroBatch, tick: PlannedTick) -> tuple[Schedule, ...]:
         return self.worker.wait(opened.schedules[tick], "a schedule")
 
-    def _uploaded(self, opened: ServedMicroBatch, tick: PlannedTick) -> DeviceSchedule:
-        if tick not in opened.uploaded:
-            opened.uploaded[tick] = upload_schedule(self._schedules(opened, tick), self.device)
-        return opened.uploaded[tick]
-
     def _release(self, head: dict[str, Any], arrays: list[Ints]) -> None:
         for turn in head["turns"]:
             opened = self._opened.pop(turn, None)
@@ -280,8 +275,10 @@ class Loop:
         if need not in self._kernels:
             self._kernels[need] = self._choose(need)
         modes = Modes(False, False, sinks_travel=True, returns=head["returns"])
+        if tick not in opened.uploaded:
+            opened.uploaded[tick] = upload_schedule(self._schedules(opened, tick), self.device)
         setup = CallSetup(
-            self._uploaded(opened, tick), self._kernels[need], self.transport, rule, modes, self.counts, nano_batch,
+            opened.uploaded[tick], self._kernels[need], self.transport, rule, modes, self.counts, nano_batch,
             f"layer {head['layer']}", None, head["turn"], head["layer"],
         )  # fmt: skip
         sizes = (shape.query_heads, shape.head_dim), (shape.groups, shape.head_dim), (shape.groups, shape.value_dim)

@@ -2,13 +2,16 @@
 
 import os
 import time
+from typing import Any
 
+import check_models
 import torch
 import training
 from lines import Found, Lines, Place
 from loops import names
 
 import deepspeed_cad
+from deepspeed_cad.attention.spanning import Spanning
 
 TIMEOUT_S = 6.0
 DIES = 7
@@ -23,13 +26,19 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 def check(place: Place, transport: str, how: str) -> Found:
     last = place.ranks - 1
-    model = training.tiny_llama(torch.float32).to(place.device)
+    hands_on = how.endswith("between layers")
+    model: torch.nn.Module = training.tiny_llama(torch.float32).to(place.device)
+    if hands_on:
+        model = check_models.make_model(place, check_models.HYBRID, check_models.Sizes(64, 64))
     block = {"granularity": 16, "timeout_s": TIMEOUT_S, "transport": transport, "kernel": "torch_math"}
     # The same plan in every step: a kernel that is met first in the last one could keep the GPU from being freed. By
     # pairs attention moves also where GPUs wait for their hosts, as they do in steps this small.
     block |= {"links": {"inside": 100.0, "between": 100.0}, "cost": "pairs"}
     deepspeed_cad.apply(model, block)
     batch = training.pack(training.documents([300, 20] if place.rank == 0 else [33], seed=place.rank))
+    if hands_on:  # one document on all ranks
+        batch = training.pack(training.documents([64], seed=place.rank))
+        batch["position_ids"] += 64 * place.rank
     batch = {name: value.to(place.device) for name, value in batch.items()}
     for _ in range(2):
         step(model, batch)
@@ -50,15 +59,19 @@ def check(place: Place, transport: str, how: str) -> Found:
 def fail(how: str) -> None:
     session = deepspeed_cad.current_session()
     assert session is not None
-    if how == "dies before its lengths":
+
+    def leave(*_: Any) -> Any:
+        if how.startswith("hangs"):
+            time.sleep(TIMEOUT_S + 14)
         os._exit(DIES)
-    elif how == "hangs before its lengths":
-        time.sleep(TIMEOUT_S + 14)
-        os._exit(DIES)
-    elif how == "dies in the exchange":
-        session.transport.dispatch = lambda *_: os._exit(DIES)  # type: ignore[method-assign,union-attr]
-    elif how == "hangs in the exchange":
-        session.transport.dispatch = lambda *_: (time.sleep(TIMEOUT_S + 14), os._exit(DIES))  # type: ignore
+
+    if how.endswith("before its lengths"):
+        leave()
+    elif how.endswith("between layers"):  # where the rank before waits for a gradient of the state
+        carry = Spanning.carry
+        Spanning.carry = lambda *given, backward: leave() if backward else carry(*given, backward=backward)  # type: ignore
+    elif how.endswith("in the exchange"):
+        session.transport.dispatch = leave  # type: ignore[method-assign,union-attr]
     else:
         raise ValueError(how)
 

@@ -108,9 +108,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
     if group == "failures":
         in_exchange = [f"{how} in the exchange" for how in ("dies", "hangs")]
         before = [f"{how} before its lengths" for how in ("dies", "hangs")]
-        cases = [f"nvlink: {how}" for how in (*before, *in_exchange)] + [f"nccl: {how}" for how in in_exchange]
-        cases = cases if cuda else [f"c10d: {how}" for how in (before[1], in_exchange[0])]
-        return [Launch(group, case, limit_s=100, dies=7, may_end="in the exchange" in case) for case in cases]
+        states = [f"{how} between layers" for how in ("dies", "hangs")]
+        cases = [f"nvlink: {how}" for how in (*before, *in_exchange, *states)]
+        cases += [f"nccl: {how}" for how in (*in_exchange, states[0])]
+        cases = cases if cuda else [f"c10d: {how}" for how in (before[1], in_exchange[0], states[0])]
+        return [Launch(group, case, limit_s=100, dies=7, may_end="before" not in case) for case in cases]
     if group == "growth":
         kinds = ("", "expandable_segments:True") if cuda else ("",)
         return [Launch(group, "nvlink" if cuda else "c10d", limit_s=120, allocator=kind) for kind in kinds]

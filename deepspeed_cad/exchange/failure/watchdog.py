@@ -112,6 +112,8 @@ class Watchdog:
         comparison: Comparison | None = None,
     ) -> None:  # fmt: skip
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
+        self.also: Callable[[], None] = lambda: None
+        """Ends what does not go through the transport."""
         self.end_process: Callable[[str], None] = _end_process
         self._waits: deque[_Wait] = deque()
         self._host: tuple[object, float] | None = None
@@ -230,10 +232,11 @@ class Watchdog:
             yield oldest.label, self._reached[1]
 
     def _free(self) -> None:
-        try:
-            self.give_up()
-        except Exception as error:
-            logger.debug("waits of the exchange could not be ended: %s", error)
+        for end in (self.give_up, self.also):
+            try:
+                end()
+            except Exception as error:
+                logger.debug("waits of the exchange could not be ended: %s", error)
 
     def _free_host(self, now: float) -> None:
         """A server is lost, the others go on, and the transport will be given up: nothing is an error, however long it
