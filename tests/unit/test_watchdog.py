@@ -1,6 +1,7 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,8 @@ class Watched:
         self.ended: list[str] = []
         self.now = 0.0
         self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(self.now), comparison=comparison)
+        self.dog.also = lambda: self.ended_also.append(self.now)
+        self.ended_also: list[float] = []
         self.dog.end_process = self.ended.append
 
     def at(self, *seconds: float) -> int:
@@ -52,12 +55,14 @@ class Watched:
 def threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(stuck=False)
 
-    def start(name: str, run: Callable[[], None], device: object) -> Any:
-        if name != "watchdog" and not state.stuck:
-            run()
-        return SimpleNamespace(is_alive=lambda: state.stuck, join=lambda timeout: None)
+    def end(name: str, run: Callable[[], None], device: object) -> Future[None]:
+        ended: Future[None] = Future()
+        if not state.stuck:
+            ended.set_result(run())
+        return ended
 
-    monkeypatch.setattr(watchdog, "start_daemon", start)
+    monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
+    monkeypatch.setattr(watchdog, "run_aside", end)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(board, "WORDS_S", 0.0)
     return state
@@ -104,7 +109,7 @@ def test_a_process_whose_wait_cannot_be_ended_ends(frees: bool, at_host: bool) -
         again = [11.5 + one * 1.1 * AGAIN_S for one in range(1, AGAIN + 2)]
         assert watched.at(*again) == (1 if frees else AGAIN) and not watched.ended
         watched.at(watched.gave_up[-1] + LAST_S + 0.1)
-    assert bool(watched.ended) != frees
+    assert bool(watched.ended) != frees and watched.ended_also == watched.gave_up
     if not frees:
         assert watched.ended[0].startswith("rank 0 waited for exchange 1: rank 1 died or hangs")
         assert f"The {'training thread' if at_host else 'GPU'} could not be freed" in watched.ended[0]

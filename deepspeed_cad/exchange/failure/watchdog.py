@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison, Identity
 from deepspeed_cad.exchange.failure.patience import LOOK_S
-from deepspeed_cad.threads import start_daemon
+from deepspeed_cad.threads import run_aside, start_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Watchdog:
         comparison: Comparison | None = None,
     ) -> None:  # fmt: skip
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
-        self.also: Callable[[], None] = lambda: None
+        self.also: Callable[[], None] | None = None
         """Ends what does not go through the transport."""
         self.end_process: Callable[[str], None] = _end_process
         self._waits: deque[_Wait] = deque()
@@ -123,7 +124,7 @@ class Watchdog:
         self.freed = False
         """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
         self._lost_since: float | None = None
-        self._freeing: threading.Thread | None = None
+        self._freeing: list[Future[None]] = []
         self._reached: tuple[torch.cuda.Event, float] | None = None
         """What is before the oldest wait that its stream has reached, and when that was seen."""
 
@@ -165,9 +166,9 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching; CADPeerError if what arrived last came from another exchange. Nothing is under way."""
         self._stop.set()
-        for thread in (self._thread, self._freeing):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+        wait(self._freeing, timeout=5.0)
         if self.alarm.sounded or self.comparison is None:
             return
         self._pop()
@@ -186,7 +187,8 @@ class Watchdog:
         pause = min(max(self.alarm.timeout_s / 20, 0.02), PAUSE_S)
         try:
             while not self._stop.wait(pause):
-                self._pop()
+                if not self._frees():  # the driver may let no call through
+                    self._pop()
                 self._look(time.monotonic())
         except RuntimeError as error:
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
@@ -232,11 +234,10 @@ class Watchdog:
             yield oldest.label, self._reached[1]
 
     def _free(self) -> None:
-        for end in (self.give_up, self.also):
-            try:
-                end()
-            except Exception as error:
-                logger.debug("waits of the exchange could not be ended: %s", error)
+        """Not on this thread: it must be there to end the process where the driver lets no call through. And side by
+        side: a communicator of NCCL may be left only when the GPU stands in no other one."""
+        ends = [end for end in (self.give_up, self.also) if end is not None]
+        self._freeing = [run_aside("frees the GPU", end, self.device) for end in ends]
 
     def _free_host(self, now: float) -> None:
         """A server is lost, the others go on, and the transport will be given up: nothing is an error, however long it
@@ -245,17 +246,16 @@ class Watchdog:
         if self.freed or (host := self._host) is None or now - max(host[1], self._lost_since) < VAIN_S:
             return
         self.freed = True
-        self._freeing = start_daemon("frees the host", self._free, self.device)
+        self._free()
 
     def _frees(self) -> bool:
-        return self._freeing is not None and self._freeing.is_alive()
+        return not all(end.done() for end in self._freeing)
 
     def _let_go(self, now: float) -> None:
         first, again = not self._given_up, self._given_up < AGAIN and now - self._gave_up_at > AGAIN_S
         if first or (again and (self._waits or self._host) and not self._frees()):
             self._given_up, self._gave_up_at = self._given_up + 1, now
-            # Not on this thread: it must be there to end the process where the driver lets no call through.
-            self._freeing = start_daemon("frees the GPU", self._free, self.device)
+            self._free()
         elif not self.alarm.told and now - self._gave_up_at > LAST_S:
             stands = self._host is not None or self._frees()  # or what was to end a wait does not come back
             if not (stands or (self._waits and self._waits[0].before.query() and not self._waits[0].after.query())):
