@@ -1,5 +1,6 @@
 """Tiny random models of every family that test_models.py tries, and what their configs must say to be tiny."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,15 +147,18 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
     return randomized(model).to(dtype)
 
 
-def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Give it other values, of which none is zero; with experts that know fp64."""
+def randomized(
+    model: PreTrainedModel, scale: Callable[[torch.Tensor], float] = lambda _: 0.2, sinks: float = 0.0
+) -> PreTrainedModel:
+    """Give it other values, of which none is zero; with experts that know fp64. `sinks`: what theirs are about."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("sinks", "bias")):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale(parameter))
+                parameter.add_(sinks * name.endswith("sinks"))
     return model
 
 

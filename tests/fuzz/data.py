@@ -45,10 +45,6 @@ def form_of(case: Case, rank: int, index: int) -> Form:
     return FORMS[own]
 
 
-def number_of(rank: int, index: int, place: int) -> int:
-    return (rank * 1000 + index) * 1000 + place
-
-
 def document(case: Case, number: int) -> torch.Tensor:
     (rank, index), place = divmod(number // 1000, 1000), number % 1000
     length = lengths(case, rank, index)[place]
@@ -60,7 +56,7 @@ def micro_batch(case: Case, rank: int, index: int) -> dict[str, torch.Tensor]:
     """A micro-batch of a rank's loader, as the model and the oracle read it."""
     form = form_of(case, rank, index)
     home = STREAM if form.shape == "stream" else rank
-    numbers = [number_of(home, index, place) for place in range(len(lengths(case, home, index)))]
+    numbers = [(home * 1000 + index) * 1000 + place for place in range(len(lengths(case, home, index)))]
     if form.shape == "stream":
         stream = _rows(case, [numbers])
         stream["labels"] = stream.pop("shift_labels") * 0 + stream["input_ids"]

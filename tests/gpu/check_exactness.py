@@ -24,7 +24,7 @@ def takes_long(transport: str, ranks: int) -> bool:
 def run(place: Place, lines: Lines, case: str) -> None:
     """Transports × overlaps × documents, with checkpointing in turns, and some in waves; with pretended hosts those in
     waves alone, by what carries exchanges between hosts."""
-    hidden, heads, groups, tokens = (1024, 8, 4, 2048) if place.on_gpu else (64, 8, 4, 128)
+    hidden, heads, groups, tokens = (1024, 8, 4, 4096 // max(2, place.ranks)) if place.on_gpu else (64, 8, 4, 128)
     size = hidden // heads
     kernel = choose(place.kernel, KernelNeed(place.device, place.dtype, size, size, heads // groups)).name
     model = make_model(2, hidden, heads, groups, hidden // 2, 512, place.ranks * tokens, place.device, place.dtype)

@@ -8,7 +8,7 @@ Each case first runs without what guards it: only where memory is spoiled then d
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ def compare(place: Place, case: Case) -> Found:
 
 def wrong_in(place: Place, case: Case, cycles: int) -> int:
     """On all ranks; nothing is under way anywhere before and after."""
-    with stream_of_training(place):
+    with torch.cuda.stream(torch.cuda.Stream(place.device)) if place.on_gpu else nullcontext():
         found = case(cycles)
         place.synchronize()
         return sum(place.gather(found))
@@ -219,10 +219,6 @@ def comes(reached: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 # What cases are made of
-
-
-def stream_of_training(place: Place) -> AbstractContextManager[Any]:
-    return torch.cuda.stream(torch.cuda.Stream(place.device)) if place.on_gpu else nullcontext()
 
 
 def hold_up(place: Place, streams: list[Any], cycles: int) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations import spanning
 from lines import Found, Lines, Place
-from model_cases import known_kind, tiny_config
+from model_cases import known_kind, randomized, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import deepspeed_cad
@@ -83,7 +83,8 @@ class Sizes:
 
 def run(place: Place, lines: Lines, case: str) -> None:
     """`case`: the models, comma-separated; default all."""
-    sizes = Sizes(512, 2048) if place.on_gpu else Sizes(64, 192)
+    # What is compared with attends in fp64, by torch: gigabytes on four ranks.
+    sizes = Sizes(512, 4096 // max(2, place.ranks)) if place.on_gpu else Sizes(64, 192)
     transports = ["c10d"] if not place.on_gpu else ["mixed"] if place.hosts else ["nvlink", "nccl", "c10d"]
     if place.ranks == 1:
         transports = ["auto"]
@@ -120,17 +121,9 @@ def make_model(place: Place, kind: str, sizes: Sizes) -> PreTrainedModel:
     torch.manual_seed(0)
     size = {"hidden_size": sizes.hidden, "intermediate_size": sizes.hidden}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(kind, **{**COMMON, **size, **MODELS[kind]}))
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the fused ones know no fp64
     model.set_attn_implementation("eager")
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or name.endswith(("sinks", "bias")):
-                scale = 1.2 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-            if name.endswith("sinks"):
-                parameter.add_(6.0)  # as much weight as hundreds of keys: a wrong sink must show
+    # Sinks weigh as much as hundreds of keys: a wrong one must show.
+    randomized(model, lambda x: 1.2 * x.shape[-1] ** -0.5 if x.ndim > 1 else 0.5, sinks=6.0)
     return model.to(place.device, place.dtype).train()
 
 

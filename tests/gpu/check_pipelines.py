@@ -15,6 +15,8 @@ from deepspeed_cad.session import close_session
 COUNT = 3
 """Micro-batches of a step."""
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LEARNING_RATE = 64.0
+"""So high that what a step changes is read from weights without their rounding."""
 """Largest difference of losses, which are about 4; in fp32 also of gradients, relative to the largest."""
 
 
@@ -56,7 +58,7 @@ def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str, **more: 
 
 
 def step(stages: int, dtype: torch.dtype, block: dict[str, Any] | None) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of a step, and what it changed in this stage's weights at a learning rate of 1."""
+    """The loss of a step, and what it changed in this stage's weights."""
     import deepspeed
 
     model = training.tiny_llama(dtype, num_hidden_layers=4, hidden_size=512)
@@ -70,7 +72,7 @@ def step(stages: int, dtype: torch.dtype, block: dict[str, Any] | None) -> tuple
     if block is not None:
         config["cad"] = block
     before = {name: p.detach().float().clone() for name, p in module.named_parameters()}
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     loss = float(engine.train_batch(iter(pipelines.pairs(engine.grid.get_data_parallel_id(), COUNT))))
     return loss, {name: before[name].to(p.device) - p.detach().float() for name, p in module.named_parameters()}

@@ -129,6 +129,7 @@ def _train_on(place: Place, transport: str, dies_in: str) -> Found:
         if not right:
             return (False, f"step {step}, {servers.members}: {said}")
     close_session()
+    moved = [sum(by_trainer) for by_trainer in zip(*trainers.gather(moved))]
     alone = slice(DIES_AT + 1, 2 * DIES_AT + 1)
     right = servers.members.generation == 2 and servers.members.servers == (ranks + 1,) and servers.repeated > 0
     right = right and used[0] == used[-1] == transport and all(moved[:DIES_AT]) and all(moved[alone.stop :])

@@ -70,10 +70,6 @@ def _weights(docs: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.arange(len(doc), 0, -1) > 1 for doc in docs]).double()
 
 
-def _assert_as_alone(found: torch.Tensor, plain: torch.nn.Module, docs: list[torch.Tensor]) -> None:
-    assert ((found - _alone(plain, docs)) * _weights(docs)).abs().max() < 1e-10, type(plain).__name__
-
-
 def _move(model: torch.nn.Module, away: bool) -> None:
     """Offload a model as trainers do: its parameters give up their memory, and get it back elsewhere."""
     for parameter in model.parameters():
@@ -103,7 +99,7 @@ def _looks(models: dict[str, Any], plain: dict[str, Any], mine: list[Any], how: 
                 _move(model, away=False)
     for name, values in found.items():
         for value, docs in zip(values, mine, strict=True):
-            _assert_as_alone(value, plain[name], docs)
+            assert ((value - _alone(plain[name], docs)) * _weights(docs)).abs().max() < 1e-10, name
     return found
 
 

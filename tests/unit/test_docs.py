@@ -26,11 +26,6 @@ README = (ROOT / "README.md").read_text()
 CONFIG = (ROOT / "docs" / "config.md").read_text()
 
 
-def _code(text: str) -> str:
-    """What stands in code blocks and between backquotes."""
-    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
-
-
 def _table_below(page: str, heading: str) -> dict[str, str]:
     """First column, without backquotes, to second column."""
     section = page.split(f"# {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
@@ -88,7 +83,7 @@ def test_public_names_are_documented() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
-    text = _code(page.read_text())
+    text = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL))  # code
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"\bmake ([a-z-]+)", text):
         assert target in targets, f"make {target}"
@@ -164,15 +159,11 @@ def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
     )
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    messages = [message for cell in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for message in _quoted(cell)]
+    quoted = [one for cell in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for one in re.findall(r"`([^`]+)`", cell)]
+    messages = [text for text in quoted if " " in text and text not in COMMANDS]
     assert len(messages) > 80
     for message in messages:
         assert re.search(".*".join(map(re.escape, message.split("…"))), said), message
-
-
-def _quoted(cell: str) -> list[str]:
-    """Of a cell, the messages: what is quoted and has several words, but no commands and keys."""
-    return [text for text in re.findall(r"`([^`]+)`", cell) if " " in text and text not in COMMANDS]
 
 
 COMMANDS = ("deepspeed-cad doctor", '"verify": 2', '"enabled": false')
