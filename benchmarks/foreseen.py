@@ -252,8 +252,8 @@ Ulysses, the only one between hosts.
 
 ## What was compared with nothing
 
-- **All-gather context parallelism**, and **Ulysses between hosts with attention kept**: no run of them is kept.
-  `benchmarks/gpus span FOLDER` and `hosts` measure them, and their files would be compared.
+- **Ulysses between hosts with attention kept**: no run of it is kept. `benchmarks/gpus hosts` measures it, and its
+  file would be compared.
 - **More than 4 GPUs; ZeRO-2 and ZeRO-3; tensor parallelism**: arithmetic of bytes and links.
 - **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and
   FSDP, CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing.

@@ -126,8 +126,8 @@ def _rows(
 
 
 def gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats | None, Floats | None, float]:
-    """Seconds and bytes of gathering K and V of a row, and of scattering their gradients; and what is held of them:
-    gathered, picked out for two runs, and the gradients of both."""
+    """Seconds and bytes of gathering K and V of a row, and of scattering their gradients; and what is held of them
+    where an MLP holds most: picked out for two runs; the head and tail piece of a seat read 2 × degree + 1 parts."""
     if degree == 1:
         return None, None, 0.0
     size = tokens * degree * (2.0 * setting.shape.groups * setting.shape.head_dim * setting.shape.bytes_per_element)
@@ -135,4 +135,4 @@ def gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats |
     # Head and tail pieces read one and a half times the row, out of what was gathered.
     copies = 1.5 * 2.0 * size / setting.machine.memory_rate
     exchange = np.stack([gather + copies, gather + 2.0 * copies]) * setting.attending
-    return exchange, size, 4.0 * float(size.max())
+    return exchange, size, (1.0 + 0.5 / degree) * float(size.max())

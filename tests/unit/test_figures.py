@@ -92,7 +92,9 @@ def served(*results: Any) -> list[float]:
     return [f(v) for v in (speeds[:2], speeds[2:], links, idle) for f in (min, max)]
 
 
-HEADLINE = ("h200x2/train_heavy_64k_2r_b12bcb0.json", "h200x4/train_prolong_64k_4r_2026-11-21.json")
+HEADLINE = ("h200x2/train_heavy_64k_2r_b12bcb0.json", "h100x4/train_prolong_64k_4r_ca692e1.json")
+H200X4 = "h200x4/train_prolong_64k_4r_2026-11-21.json"
+EVEN, STREAM = (f"h100x4/train_{name}_4r_ca692e1.json" for name in ("even_4k", "stream_64k"))
 SERVED = tuple(
     f"h200x2/servers_{commit}_{mode}_{link}.json"
     for commit, link in (("5458279", "nvlink"), ("81c8253", "nvlink"), ("fcc832a", "host"), ("5458279", "host"))
@@ -178,13 +180,14 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      both(over, over_kept)),
     ("attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |", "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
      both(over, over_kept)),
-    ("nothing to gain | {:.2f} of plain, kept {:.2f} | `9e17d32` |", "h200x4/train_even_64k_4r_2026-11-21.json",
-     both(over, over_kept)),
+    ("nothing to gain | kept {:.2f} | `ca692e1` |", EVEN, both(over_kept)),
+    ("mix above, over plain; over Ulysses | {:.2f}, kept {:.2f}; {:.2f}, kept {:.2f} | `aad1172` |", H200X4,
+     both(over, over_kept, of_ulysses, kept_of_ulysses)),
     ("each, 3 steps | {:.2f} of plain, kept {:.2f} | `aad1172` |", "h200x4/train_wlb_128k_4r_2026-11-21.json",
      both(over, over_kept)),
     ("| over plain data parallelism | {:.2f} | {:.2f} |", HEADLINE, both(over)),
-    ("gained by balance** | **{:.2f}** | **{:.2f}** * |", HEADLINE, both(over_kept)),
-    ("attention kept | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} * |", HEADLINE, both(of_ulysses, kept_of_ulysses)),
+    ("gained by balance** | **{:.2f}** | **{:.2f}** |", HEADLINE, both(over_kept)),
+    ("attention kept | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} |", HEADLINE, both(of_ulysses, kept_of_ulysses)),
     ("free transfers, over plain | {:.2f} | {:.2f} |", HEADLINE,
      both(lambda r: r["bounds"]["bound_qkv"]["tokens_per_s_per_gpu"] / rate(r, "dp"))),
     ("plain, CAD | {0:.1f}, {2:.1f} GiB | {1:.1f}, {3:.1f} GiB |", HEADLINE,
@@ -194,15 +197,15 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("attention {2:.0f} and {3:.0f} % of a step, ranks nearly even, 3 steps | kept {0:.2f}; kept {1:.2f} | `b12bcb0` |",
      tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
      both(over_kept, attention_share)),
-    ("documents are alike ({:.2f} of plain),", "h200x4/train_even_64k_4r_2026-11-21.json", both(over)),
+    ("documents are alike ({:.2f} of plain with attention kept),", EVEN, both(over_kept)),
     ("fills all GPUs ({:.2f} of Ulysses with attention kept)", MILLION, both(kept_of_ulysses)),
     ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`b12bcb0`), and {:.3f} on one H100",
      (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
      lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
-    ("recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |", HEADLINE[1],
+    ("recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |", H200X4,
      lambda r: (r["modes"]["cad"]["attention_max_over_mean"], exposed(r), over(r, "cad:recompute"))),
-    ("up to 262,144 tokens, timed once | {:.2f} of Ulysses | `9e17d32` |", "h200x4/train_span_64k_4r_2026-11-21.json",
-     both(of_ulysses)),
+    ("tokens | {:.2f} of Ulysses, kept {:.2f}; {:.2f} of all-gather context parallelism | `ca692e1` |", STREAM,
+     both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
     ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
      both(kept_of_ulysses, kept_memory)),
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
