@@ -40,6 +40,9 @@ from deepspeed_cad.profiles import Profile
 
 logger = logging.getLogger("deepspeed_cad")
 
+SLOW, SETTLED = 1.5, 16
+"""Times the median outside attention, and micro-batches before: a choice. GPUs of one kind differ by 3 %."""
+
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
@@ -112,7 +115,7 @@ class Plans:
             cut = self._choose_cut(crew.widen(layout, spare), unit, keys, seconds if backward else None)
             if cut is None and crew.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
-        self.warn_of_links()
+        self.warn(seconds)
         turn, self.turn = self.turn, self.turn + 1
         stretch_times, hosts_pace, known = None, False, self.learned.non_attention
         if known is not None:
@@ -269,16 +272,19 @@ class Plans:
             helpers = float(speeds[: crew.trainers].sum()) if helpers else 0.0
         return choose_interleaved_cut(layout, unit, kinds, servers, slowest, helpers)
 
-    def say_once(self, text: str) -> None:
+    def say_once(self, text: str, say: Callable[[str], None] = logger.info) -> None:
         """Log what a user may wonder about, the first time that it happens."""
         if text not in self._said:
             self._said.add(text)
-            logger.info(text)
+            say(text)
 
-    def warn_of_links(self) -> None:
-        warning = "" if self.learned.links is None else self.learned.links.take_warning()
-        if warning and self.gatherer.rank == 0:
-            notice(warning)
+    def warn(self, seconds: Floats | None = None) -> None:
+        """Of what looks broken, on rank 0. `seconds`: [trainers] per token outside attention."""
+        texts = ["" if self.learned.links is None else self.learned.links.warning]
+        if seconds is not None and self.turn >= SETTLED and seconds.max() > SLOW * np.median(seconds):
+            texts += [f"rank {seconds.argmax()} takes far longer than most ranks outside attention: is its GPU hot?"]
+        for text in filter(None, texts if self.gatherer.rank == 0 else ()):
+            self.say_once(text, notice)
 
     def _starts(self, gathered: Gathered, crew: Crew, tick: Tick, key: PlanKey) -> Starts | None:
         """When ranks begin to attend in a tick; None where nothing is known, or that is no concern of plans."""

@@ -50,7 +50,8 @@ class LinkSpeeds:
         self._paused = False
         self._seconds, self._bytes = np.zeros((2, len(hosts))), np.zeros((2, len(hosts)))
         self._heard = [0, 0]
-        self._warning: str | None = None
+        self.warning = ""
+        """What a user should know of links; it stays."""
 
     def report(self, model: int) -> Ints:
         taken = np.zeros(4, np.int64) if self._transfers is None else self._transfers.take()
@@ -64,12 +65,6 @@ class LinkSpeeds:
 
     def watch(self, transfers: Transfers) -> None:
         self._transfers = transfers
-
-    def take_warning(self) -> str:
-        """What a user should know of links and was not told yet; "" for nothing."""
-        warning = self._warning or ""
-        self._warning = "" if warning else self._warning
-        return warning
 
     @property
     def now(self) -> Speeds:
@@ -100,10 +95,10 @@ class LinkSpeeds:
 
     def _warn(self, kind: int, first: float, speeds: np.ndarray) -> None:
         slow = [rank for rank, speed in enumerate(speeds) if 0 < speed < first / ALARMING]
-        if not slow or self._warning is not None:
+        if not slow or self.warning:
             return
         who = ", ".join(f"rank {rank} on {self._hosts[rank]} ({speeds[rank] / 1e9:.3g} GB/s)" for rank in slow[:8])
-        self._warning = (
+        self.warning = (
             f"the link {KINDS[kind]} is more than {ALARMING:g} times slower than the {first / 1e9:.3g} GB/s "
             f"{self.start.source} at start, for {who}: plans move less over it. Look at these hosts' network"
         )

@@ -184,7 +184,7 @@ class StepPlans:
         given = gather()
         # What was learned of links and memory travelled with the documents: now it is the same on all ranks.
         self._links, self._limit = self.plans.links, self.plans.limit
-        self.plans.warn_of_links()
+        self.plans.warn()
         if given is None:
             return False
         costs = [(self.plans.cost.cost_for(kind.shape), kind) for kind in self._kinds()]

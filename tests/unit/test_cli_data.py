@@ -77,11 +77,6 @@ def _hub(path: Path, rows: list[dict[str, Any]]) -> None:
     table.select([0]).to_parquet(path / "test-00000-of-00001.parquet")
 
 
-def _splits(path: Path, rows: list[dict[str, Any]]) -> None:
-    table = datasets.Dataset.from_list(rows)
-    datasets.DatasetDict(test=table.select([0]), train=table).save_to_disk(path)
-
-
 FORMATS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
     "list.json": lambda path, rows: path.write_text(json.dumps(rows)),
     "indented.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2)),
@@ -92,7 +87,9 @@ FORMATS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
     "table.csv": lambda path, rows: datasets.Dataset.from_list(rows).to_csv(path),
     "table.tsv": lambda path, rows: datasets.Dataset.from_list(rows).to_csv(path, sep="\t"),
     "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(path),
-    "saved_splits": _splits,
+    "saved_splits": lambda path, rows: datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(part) for name, part in (("test", rows[:1]), ("train", rows))}
+    ).save_to_disk(path),
     "folder": _hub,
     "blank_lines.txt": lambda path, rows: path.write_text("\n\n".join(row["text"] for row in rows)),
     "texts": _texts,

