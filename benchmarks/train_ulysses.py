@@ -25,6 +25,12 @@ def use_ulysses(model: LlamaForCausalLM, kernel: Kernel, device: torch.device) -
     if name in AttentionInterface._global_mapping:
         model.set_attn_implementation(name)
         return
+    use_attention(model, name, local_attention(kernel))
+    register_ulysses(model, name, device, dist.get_world_size())
+
+
+def register_ulysses(model: LlamaForCausalLM, name: str, device: torch.device, ranks: int) -> None:
+    """Let attention of this name be DeepSpeed's Ulysses around it, in groups of so many ranks."""
     import deepspeed.ops
 
     # Otherwise the first start on a CPU compiles a library for 80 s.
@@ -34,22 +40,23 @@ def use_ulysses(model: LlamaForCausalLM, kernel: Kernel, device: torch.device) -
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
-    use_attention(model, name, local_attention(kernel))
     UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=name,
-        sequence_parallel_size=dist.get_world_size(),
+        sequence_parallel_size=ranks,
         micro_batch_size=1,
         seq_length_is_variable=True,
     )
 
 
-def use_kept_ulysses(model: LlamaForCausalLM, name: str, kernel: Kernel, outputs: KeptOutputs) -> None:
-    """The same, with O kept behind the second all-to-all, where the rest of a layer reads it.
+def use_kept_ulysses(
+    model: LlamaForCausalLM, name: str, kernel: Kernel, outputs: KeptOutputs, group: dist.ProcessGroup | None = None
+) -> None:
+    """The same, with O kept behind the second all-to-all, where the rest of a layer reads it. `group`: default all.
 
     Raises ValueError where ranks do not divide the heads.
     """
-    config, ranks = model.config, dist.get_world_size()
+    config, ranks = model.config, dist.get_world_size(group)
     if config.num_attention_heads % ranks or config.num_key_value_heads % ranks:
         raise ValueError(
             f"ulysses:kept: {config.num_attention_heads} query and {config.num_key_value_heads} key heads "
@@ -62,7 +69,7 @@ def use_kept_ulysses(model: LlamaForCausalLM, name: str, kernel: Kernel, outputs
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
         rule = MaskRule(query.shape[-1] ** -0.5 if scaling is None else scaling)
-        return UlyssesAttention.apply(q, k, v, kernel, documents, rule, outputs.of(module))[None], None
+        return UlyssesAttention.apply(q, k, v, kernel, documents, rule, outputs.of(module), group)[None], None
 
     use_attention(model, name, attend)
     for layer in model.model.layers:
@@ -80,20 +87,20 @@ class UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kernel: Kernel, sequences: Sequences,
-        rule: MaskRule, kept: KeptOutput,
+        rule: MaskRule, kept: KeptOutput, group: dist.ProcessGroup | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        heads, groups = q_THD.shape[1] // dist.get_world_size(), k_TKD.shape[1] // dist.get_world_size()
-        ctx.run, ctx.kept, ctx.split = (kernel, sequences, rule), kept, (heads, groups, groups)
+        heads, groups = (x.shape[1] // dist.get_world_size(group) for x in (q_THD, k_TKD))
+        ctx.run, ctx.kept, ctx.split, ctx.group = (kernel, sequences, rule), kept, (heads, groups, groups), group
         found = kept.take()
-        packed_NhD, work = to_heads(q_THD, k_TKD, v_TKD)
+        packed_NhD, work = to_heads(q_THD, k_TKD, v_TKD, group=group)
         if found is None:
             work.wait()
             o_NhD, lse_Nh = kernel.forward(*packed_NhD.split(ctx.split, 1), sequences, rule)
-            (o_THD,) = to_tokens(o_NhD)
+            (o_THD,) = to_tokens(o_NhD, group=group)
             kept.put(o_THD, lse_Nh)
         else:
             o_THD, lse_Nh = found
-            o_NhD, other = to_heads(o_THD)
+            o_NhD, other = to_heads(o_THD, group=group)
             kept.outputs.arriving += [work, other]
         ctx.save_for_backward(packed_NhD, o_NhD, lse_Nh)
         return o_THD
@@ -104,30 +111,30 @@ class UlyssesAttention(torch.autograd.Function):
         ctx.kept.outputs.arrive()
         ctx.kept.fetch_before()
         packed_NhD, o_NhD, lse_Nh = ctx.saved_tensors
-        do_NhD, work = to_heads(do_THD)
+        do_NhD, work = to_heads(do_THD, group=ctx.group)
         work.wait()
         qkv = packed_NhD.split(ctx.split, 1)
         gradients = kernel.backward(do_NhD, *qkv, o_NhD, lse_Nh, sequences, rule)
-        return *to_tokens(*gradients), None, None, None, None
+        return *to_tokens(*gradients, group=ctx.group), None, None, None, None, None
 
 
-def to_heads(*parts_THD: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+def to_heads(*parts_THD: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, dist.Work]:
     """All tokens of this rank's heads, [N, h, D], those of all parts beside each other, once the exchange is done."""
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size(group)
     by_rank = [x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in parts_THD]
     widths = [x.shape[2] for x in by_rank]
     sent = parts_THD[0].new_empty(ranks, parts_THD[0].shape[0], sum(widths), parts_THD[0].shape[2])
     for room, x in zip(sent.split(widths, 2), by_rank):
         room.copy_(x)
     arrived = torch.empty_like(sent)
-    work = dist.all_to_all_single(arrived, sent, async_op=True)
+    work = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
     return arrived.flatten(0, 1), work
 
 
-def to_tokens(*parts_NhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def to_tokens(*parts_NhD: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, ...]:
     """All heads of this rank's tokens, [T, H, D], of each part."""
     arrived = [torch.empty_like(x) for x in parts_NhD]
-    works = [dist.all_to_all_single(there, x, async_op=True) for there, x in zip(arrived, parts_NhD)]
+    works = [dist.all_to_all_single(there, x, group=group, async_op=True) for there, x in zip(arrived, parts_NhD)]
     for work in works:
         work.wait()
-    return tuple(x.unflatten(0, (dist.get_world_size(), -1)).transpose(0, 1).flatten(1, 2) for x in arrived)
+    return tuple(x.unflatten(0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2) for x in arrived)

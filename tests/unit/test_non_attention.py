@@ -115,8 +115,7 @@ def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
         plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
         plans.crew, plans.learned = Crew(2, None, None, None), Learned(non_attention=learned)
         learned.hear(0, np.array([[0, pace * 5e11, pace * 5e11, waited]] * 2, np.int64))
-        cuts = [0, 6000], [0, 3000, 6000]
-        announced = [Announcement(segments_from_cumulative(cut, 6000)) for cut in cuts]
+        announced = [Announcement(segments_from_cumulative(cut, 6000)) for cut in ([0, 6000], [0, 3000, 6000])]
         plans.open(announced, {KEY: 1})
         assert not caplog.text, "pairs cannot be compared with seconds"
         plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
