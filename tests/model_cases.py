@@ -70,21 +70,16 @@ ALIKE: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("ministral3 mixtral modernbert-decoder phi3 starcoder2", WINDOW, EXACT),
     ("beam mimo_v2_flash vaultgemma", WINDOW, FP32),
     ("cwm exaone4 mellum olmo3", MIXED, EXACT),
-    ("afmoe cohere2 cohere2_moe exaone_moe flint gemma3_text", MIXED, FP32),
-    ("granite_swa granitemoe_swa kolibri1 laguna", MIXED, FP32),
-    ("minicpm3 youtu", MLA, EXACT),
-    ("axk1 glm4_moe_lite", MLA, FP32),
+    ("afmoe cohere2 cohere2_moe exaone_moe flint gemma3_text granite_swa granitemoe_swa kolibri1 laguna", MIXED, FP32),
+    ("minicpm3 youtu", MLA, EXACT), ("axk1 glm4_moe_lite", MLA, FP32),
     ("olmo_hybrid qwen3_5_moe_text qwen3_next", DELTA, FP32),
 )  # fmt: skip
 """Model types that need the same, and how far they may be from the reference."""
 
 FAMILIES: tuple[Family, ...] = (
     *(Family(kind, changes, within) for kinds, changes, within in ALIKE for kind in kinds.split()),
-    Family("llama", fast=True),
-    Family("mistral", WINDOW, fast=True),
-    Family("gemma2", WINDOW, FP32, fast=True),
-    Family("gpt_oss", WINDOW, fast=True),
-    Family("deepseek_v3", MLA, FP32, fast=True),
+    Family("llama", fast=True), Family("mistral", WINDOW, fast=True), Family("gemma2", WINDOW, FP32, fast=True),
+    Family("gpt_oss", WINDOW, fast=True), Family("deepseek_v3", MLA, FP32, fast=True),
     Family("dbrx", {
         "d_model": 32, "n_heads": 4, "n_layers": 2,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},

@@ -120,6 +120,8 @@ def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
         assert not caplog.text, "pairs cannot be compared with seconds"
         plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
         known = plans.open(announced, {KEY: 1})
+        one = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
+        assert plans.step_costs(one, {KEY: 3}, 0).each == pytest.approx([3 * pace] * 2), "of both passes"
         learned.hear(0, np.array([[0, 1e6, 1e6, waited], [0, 2e7, 2e7, waited]], np.int64))
         for plans.turn, said in ((SETTLED - 1, 0), (SETTLED, not waited), (SETTLED, not waited)):
             plans.open(announced, {KEY: 1})
