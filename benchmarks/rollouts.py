@@ -101,7 +101,7 @@ def deal_out(options: argparse.Namespace, ranks: int) -> list[list[Layout]]:
     tokens = count * options.context * options.divide
     lengths = read_lengths([options.lengths], tokens, None, None, count, [], lambda text: None)[:count]
     lengths = [max(1, length // options.divide) for length in lengths]
-    return list(deal_by_length(lengths, ranks, Rows(options.context, options.packing, batch=options.batch)))
+    return list(deal_by_length(lengths, ranks, Rows(options.context, options.packing, 1, options.batch)))
 
 
 def own_rows(steps: list[list[Layout]], step: int, rank: int, vocab: int) -> list[Row]:

@@ -89,8 +89,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("dots1", {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, **MIXED}, FP32),
     Family("gemma4_text", {**MIXED, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}, FP32),
     Family("granitemoehybrid", {"layer_types": ["mamba", "attention"], **MAMBA}),
-    Family("hunyuan_v1_dense", {"head_dim": 8}),
-    Family("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4}),
+    Family("hunyuan_v1_dense", {"head_dim": 8}), Family("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4}),
     Family("llama4_text", {
         "attention_chunk_size": 32, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "moe_layers": [1],
@@ -99,14 +98,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("longcat_flash", {
         **MLA, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
     }, FP32),
-    Family("ministral", {"head_dim": 8, **MIXED}),
-    Family("nemotron", {"head_dim": 8, "num_key_value_heads": 2}),
+    Family("ministral", {"head_dim": 8, **MIXED}), Family("nemotron", {"head_dim": 8, "num_key_value_heads": 2}),
     Family("phimoe", WINDOW, FP32, still="MoeBlock,Router"),
     Family("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
     Family("smollm3", {"use_sliding_window": True, "no_rope_layers": [1, 0], **WINDOW}),
     # With layers that carry state
-    Family("bamba", {"attn_layer_indices": [1], **MAMBA}),
-    Family("falcon_h1", {"mamba_d_ssm": 64, **MAMBA}),
+    Family("bamba", {"attn_layer_indices": [1], **MAMBA}), Family("falcon_h1", {"mamba_d_ssm": 64, **MAMBA}),
     Family("jamba", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "mamba_d_state": 8, "mamba_dt_rank": 4,
@@ -118,8 +115,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("lfm2", {"layer_types": ["conv", "full_attention"]}, fast=True),
     Family("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     Family("lfm3", {"layer_types": ["conv", "full_attention"]}),
-    Family("nemotron_h", {"hybrid_override_pattern": "M*-E"}, FP32),
-    Family("qwen3_5_text", DELTA, FP32, fast=True),
+    Family("nemotron_h", {"hybrid_override_pattern": "M*-E"}, FP32), Family("qwen3_5_text", DELTA, FP32, fast=True),
     Family("zamba", {
         "num_hidden_layers": 5, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
         "n_mamba_heads": 2, "num_key_value_heads": 4,

@@ -127,7 +127,7 @@ class Feed:
         """What every rank says of a step; raises EpochOverError. Runs on the look-ahead thread."""
         epoch, step, index = at
         self._refuse_ended(epoch)
-        said = self._gather(Subject(What.STEP, self.number, epoch, step), payload)
+        said = self._gather(Subject(What.STEP, self.number, epoch=epoch, index=step), payload)
         self._note_end(said, epoch, index)
         if payload is not None:
             self._refuse_ended(epoch)

@@ -102,9 +102,9 @@ class Rows(NamedTuple):
 
     context: int
     """Tokens of a row."""
-    packing: str = "in_order"
-    micro_batches: int = 1
-    batch: int = 1
+    packing: str
+    micro_batches: int
+    batch: int
     """Documents of a row that is not packed, or of each rank in a step that is dealt out."""
 
 

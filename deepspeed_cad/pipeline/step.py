@@ -77,7 +77,7 @@ class PipelineBinding:
         """Layers of the last such forward."""
         self._next: tuple[list[Loaded], StepPlans] | None = None
         """The step after the one that runs: what this rank loads of it, and its plans."""
-        self._steps = itertools.count(1)
+        self._steps = itertools.count()
         self._check: ForwardCheck | None = None
         """Of the forward that runs, where it is checked."""
         self._forwards = itertools.count()

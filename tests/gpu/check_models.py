@@ -49,9 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
     },
     # With flash-linear-attention where it is installed, else document by document
-    "qwen3_5_text": DELTA,
-    "qwen3_next": {**DELTA, **TWO_EXPERTS},
-    "olmo_hybrid": DELTA,
+    "qwen3_5_text": DELTA, "qwen3_next": {**DELTA, **TWO_EXPERTS}, "olmo_hybrid": DELTA,
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
         "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 128,
@@ -61,8 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "hybrid_override_pattern": "M*-", "mamba_num_heads": 16, "mamba_head_dim": 64, "n_groups": 2,
         "ssm_state_size": 64,
-    },
-    "falcon_h1": {"mamba_d_ssm": None, **MAMBA},
+    }, "falcon_h1": {"mamba_d_ssm": None, **MAMBA},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16},
 }  # fmt: skip
 """What a config says besides SMALL in model_cases.py; head sizes are those that kernels are built for."""

@@ -102,8 +102,7 @@ def _run(
 
 CASES: dict[str, dict[str, Any]] = {
     "DDP": {}, "accumulation, two rows": {"rows": 2, "gradient_accumulation_steps": 2},
-    "ZeRO-2": {"stage": 2}, "ZeRO-3": {"stage": 3},
-    "LoRA": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
+    "ZeRO-2": {"stage": 2}, "ZeRO-3": {"stage": 3}, "LoRA": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
     # LoRA of the last layer alone, under checkpointing: the hidden states of the first need no gradient.
     "frozen inputs": {"lora": {"target_modules": ["o_proj"], "layers_to_transform": [1]}, "checkpoint": True},
     "compiled": {"compiled": True},

@@ -133,11 +133,9 @@ DEATHS = {
     "second wave": dying("return", wave=1, block={"waves": 4}),
     "third wave of a backward": dying("backward return", wave=2, block={"waves": 4}),
     "reentrant checkpointing": dying("backward return", checkpoint="reentrant"),
-    "checkpointing": dying("return", checkpoint="plain"),
-    "nobody reads ahead": dying("backward return", 2, ahead=False),
+    "checkpointing": dying("return", checkpoint="plain"), "not read ahead": dying("backward return", 2, ahead=False),
     # Those whose forward ran with the server attend again before their backward.
-    "in flight": dying("return", 3, **IN_FLIGHT),
-    "backward in flight": dying("backward return", 0, **IN_FLIGHT),
+    "in flight": dying("return", 3, **IN_FLIGHT), "backward in flight": dying("backward return", 0, **IN_FLIGHT),
     "windows and sinks": dying("backward dispatch served", model="gpt_oss"),
 }  # fmt: skip
 

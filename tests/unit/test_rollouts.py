@@ -26,7 +26,7 @@ def setting(sharding: str = "fsdp", **changes: object) -> Setting:
 @pytest.mark.parametrize("packing", DEALT)
 def test_rollouts_are_dealt_out_as_trainers_do_it(packing: str) -> None:
     """Each once, as many to every rank, no micro-batch too long, ranks and micro-batches as even as they can be."""
-    for number, step in enumerate(list(deal_by_length(LENGTHS, 8, Rows(65536, packing, batch=64)))[:3]):
+    for number, step in enumerate(list(deal_by_length(LENGTHS, 8, Rows(65536, packing, 1, 64)))[:3]):
         found = [(rank, int(n)) for one in step for rank, n in zip(one.segments.rank, one.segments.end)]
         assert Counter(n for _, n in found) == Counter(LENGTHS[512 * number : 512 * (number + 1)])
         assert set(Counter(rank for rank, _ in found).values()) == {64}
@@ -41,12 +41,12 @@ def test_rollouts_are_dealt_out_as_trainers_do_it(packing: str) -> None:
 
 
 def test_a_step_that_lacks_documents_is_left_out() -> None:
-    rows = Rows(100, "by_length", batch=2)
+    rows = Rows(100, "by_length", 1, 2)
     assert [len(list(deal_by_length([9] * count, 2, rows))) for count in (3, 4, 7, 8)] == [0, 1, 1, 2]
 
 
 def test_passes_add_up_and_servers_are_left_out() -> None:
-    steps = list(deal_by_length(LENGTHS, 8, Rows(65536, "by_length", batch=16)))[:2]
+    steps = list(deal_by_length(LENGTHS, 8, Rows(65536, "by_length", 1, 16)))[:2]
     modes = ["plain kept", "cad", "cad reserved"]
     trained, alone, both = (
         compare(one, steps, modes[: 2 + (one.forwards > 0)])
@@ -65,7 +65,7 @@ def test_passes_add_up_and_servers_are_left_out() -> None:
 @pytest.mark.parametrize(("packing", "least", "most"), [("by_length", 1.15, 1.3), ("by_work", 1.07, 1.15)])
 def test_what_cad_is_worth_where_rollouts_are_dealt_out_already(packing: str, least: float, most: float) -> None:
     """512 rollouts on 8 GPUs of an 8B: one pass that trains and two without backward, attention kept by both."""
-    steps = list(deal_by_length(LENGTHS, 8, Rows(65536, packing, batch=64)))[:3]
+    steps = list(deal_by_length(LENGTHS, 8, Rows(65536, packing, 1, 64)))[:3]
     found = compare(setting(forwards=2), steps, ["plain kept", "cad"])
     balance = found.of("cad").tokens_per_second / found.of("plain kept").tokens_per_second  # type: ignore[union-attr]
     assert least < balance < most

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
+from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import digest
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Gathered
@@ -32,6 +33,13 @@ TICK = LAYOUT.tick()
 def plan_of(session: Session, layout: Layout, window: int | None, crew: Crew, seconds: Any = None) -> Plan:
     gathered = Gathered(0, layout, None, seconds, None)
     return session.plans.plan_tick(gathered, crew, layout.tick(), PlanKey(window, SHAPE))
+
+
+def test_who_never_reads_ahead_is_told_once() -> None:
+    said: list[str] = []
+    feed: Any = SimpleNamespace(number=0, _forwards=0, _unannounced=0, config=CADConfig(), replicas=2)
+    feed.plans, feed._plan = SimpleNamespace(say_once=said.append), lambda job: len(said)
+    assert [Feed._gather_now(feed, None) for _ in range(4)] == [0, 0, 1, 1]  # type: ignore[arg-type]
 
 
 @pytest.fixture

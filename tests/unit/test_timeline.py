@@ -47,14 +47,18 @@ def test_ranks_share_one_clock(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_nothing_is_recorded_while_off(tmp_path: Path) -> None:
+def test_nothing_is_recorded_while_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "deepspeed_cad")
     stale = tmp_path / "trace.json"
     stale.write_text("old")
     tracer = Tracer(str(stale), 1, CPU, 0, 1)
     assert not stale.exists()
     assert tracer.span("local", 0, "layer", False) is NOT_TRACED
     tracer.finish()
-    assert not tracer._spans and not list(tmp_path.iterdir())
+    assert not tracer._spans and not list(tmp_path.iterdir()) and not caplog.text
+    tracer.recording = True
+    tracer.finish()
+    assert f"on 1 ranks: {stale}" in caplog.text
 
 
 def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
