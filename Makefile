@@ -28,8 +28,9 @@ RECIPE := pyproject.toml setup.py .ci/make-venv
 demo: $(VENV)/installed-demo native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
 
-# Tests of several processes mostly wait, so one more test runs at a time than there are cores; JOBS= says how many.
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+# As many tests at a time as there are cores. Processes of a test wait for each other, and where more of them share a core
+# each wait is longer: three tests at a time on two cores took a third longer than two. JOBS= says another number.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: $(VENV)/installed-test native

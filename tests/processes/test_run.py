@@ -42,8 +42,8 @@ def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[st
     ("way", "loop", "servers"),
     [
         ("torchrun", "ddp", 0), pytest.param("torchrun", "fsdp2", 0, marks=LONG), ("accelerate-cad", "accelerate", 0),
-        pytest.param("accelerate launch", "accelerate", 0, marks=LONG), ("deepspeed", "deepspeed", 0),
-        ("deepspeed", "deepspeed", 1), pytest.param("torchrun", "ddp", 1, marks=LONG),
+        pytest.param("accelerate launch", "accelerate", 0, marks=LONG), ("deepspeed", "deepspeed", 1),
+        pytest.param("deepspeed", "deepspeed", 0, marks=LONG), pytest.param("torchrun", "ddp", 1, marks=LONG),
         pytest.param("accelerate-cad", "accelerate", 1, marks=LONG),
     ],
 )  # fmt: skip
