@@ -280,9 +280,10 @@ class Plans:
 
     def warn(self, seconds: Floats | None = None) -> None:
         """Of what looks broken, on rank 0. `seconds`: [trainers] per token outside attention."""
-        texts = ["" if self.learned.links is None else self.learned.links.warning]
+        texts = [] if self.learned.links is None else [self.learned.links.warning]
         if seconds is not None and self.turn >= SETTLED and seconds.max() > SLOW * np.median(seconds):
-            texts += [f"rank {seconds.argmax()} takes far longer than most ranks outside attention: is its GPU hot?"]
+            who = f"{'rank' if self.gatherer.shares.count == 1 else 'replica'} {seconds.argmax()}"
+            texts += [f"{who} takes far longer than most outside attention: is its GPU hot?"]
         for text in filter(None, texts if self.gatherer.rank == 0 else ()):
             self.say_once(text, notice)
 

@@ -140,10 +140,9 @@ class Transport(ABC):
 
     @contextmanager
     def watched(self, label: str) -> Iterator[None]:
-        """Sound the alarm where a GPU stands still with what is queued inside, through the group's own processes, or
-        the host that queues it."""
+        """Sound the alarm where a GPU, or its host, stands in what is queued inside by the group's own processes."""
         self.alarm.check()
-        self._watchdog.also = partial(abort, self.group, self.device)
+        self._watchdog.end_messages = partial(abort, self.group, self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record()
         with Liveness.watch(self.alarm.liveness, label), self._watchdog.inside(label):

@@ -125,7 +125,7 @@ def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
         learned.hear(0, np.array([[0, 1e6, 1e6, waited], [0, 2e7, 2e7, waited]], np.int64))
         for plans.turn, said in ((SETTLED - 1, 0), (SETTLED, not waited), (SETTLED, not waited)):
             plans.open(announced, {KEY: 1})
-            assert caplog.text.count("rank 1 takes far longer than most ranks outside attention") == said
+            assert caplog.text.count("rank 1 takes far longer than most outside attention") == said
     plan = known.planned[KEY, 0].plan
     assert ("GPUs wait for their hosts" in caplog.text) == bool(waited)
     assert plan.load_before == pytest.approx([3.6e-5, 1.8e-5], rel=1e-3)

@@ -39,7 +39,7 @@ class Watched:
         self.ended: list[str] = []
         self.now = 0.0
         self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(self.now), comparison=comparison)
-        self.dog.also = lambda: self.ended_also.append(self.now)
+        self.dog.end_messages = lambda: self.ended_also.append(self.now)
         self.dog.end_process = self.ended.append
 
     def at(self, *seconds: float) -> int:

@@ -113,8 +113,8 @@ class Watchdog:
         comparison: Comparison | None = None,
     ) -> None:  # fmt: skip
         self.alarm, self.give_up, self.device, self.comparison = alarm, give_up, device, comparison
-        self.also: Callable[[], None] | None = None
-        """Ends what does not go through the transport."""
+        self.end_messages: Callable[[], None] | None = None
+        """Ends what goes through the group's own processes, not the transport."""
         self.end_process: Callable[[str], None] = _end_process
         self._waits: deque[_Wait] = deque()
         self._host: tuple[object, float] | None = None
@@ -236,7 +236,7 @@ class Watchdog:
     def _free(self) -> None:
         """Not on this thread: it must be there to end the process where the driver lets no call through. And side by
         side: a communicator of NCCL may be left only when the GPU stands in no other one."""
-        ends = [end for end in (self.give_up, self.also) if end is not None]
+        ends = [end for end in (self.give_up, self.end_messages) if end is not None]
         self._freeing = [run_aside("frees the GPU", end, self.device) for end in ends]
 
     def _free_host(self, now: float) -> None:
