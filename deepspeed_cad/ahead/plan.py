@@ -115,7 +115,7 @@ class Plans:
             cut = self._choose_cut(crew.widen(layout, spare), unit, keys, seconds if backward else None)
             if cut is None and crew.ranks > 1:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
-        self.warn(seconds)
+        self.warn(seconds if self.turn >= SETTLED else None)
         turn, self.turn = self.turn, self.turn + 1
         stretch_times, hosts_pace, known = None, False, self.learned.non_attention
         if known is not None:
@@ -281,7 +281,7 @@ class Plans:
     def warn(self, seconds: Floats | None = None) -> None:
         """Of what looks broken, on rank 0. `seconds`: [trainers] per token outside attention."""
         texts = [] if self.learned.links is None else [self.learned.links.warning]
-        if seconds is not None and self.turn >= SETTLED and seconds.max() > SLOW * np.median(seconds):
+        if seconds is not None and seconds.max() > SLOW * np.sort(seconds)[(len(seconds) - 1) // 2]:
             who = f"{'rank' if self.gatherer.shares.count == 1 else 'replica'} {seconds.argmax()}"
             texts += [f"{who} takes far longer than most outside attention: is its GPU hot?"]
         for text in filter(None, texts if self.gatherer.rank == 0 else ()):
