@@ -36,13 +36,15 @@ from process_group import open_process_group  # noqa: E402
 from train_attention import Stopwatch, local_attention, make_sequences, use_attention  # noqa: E402
 from train_kept import KeptOutputs  # noqa: E402
 from train_model import ChunkedLoss, add_sizes, make_model, share_parameters  # noqa: E402
+from train_shapes import kernel_need  # noqa: E402
 from train_split import MicroBatch, Setting, make_micro_batch, own_row  # noqa: E402
 from train_ulysses import register_ulysses, use_kept_ulysses  # noqa: E402
 from train_workload import Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
+from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
+from deepspeed_cad.session import find_binding  # noqa: E402
 
 AXES = {"tensor": "tp", "ulysses": "sp"}
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -59,6 +61,8 @@ class Way:
     """Sums gradients over the ranks that have other tokens."""
     seconds: list[list[float]]
     """[steps][passes]"""
+    feed: Any = None
+    """What CAD reads documents by, ahead of their step."""
 
 
 def divide(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
@@ -80,6 +84,8 @@ def run(way: Way, micro_batch: MicroBatch, scale: float) -> tuple[float, float]:
     """Seconds of a step, which all ranks begin and end together, and its loss on this rank."""
     device = micro_batch.targets.device
     way.model.zero_grad()
+    if way.feed is not None:
+        announce(way.feed, micro_batch.inputs)
     _meet(device)
     begun = time.perf_counter()
     hidden = way.model.model(**micro_batch.inputs).last_hidden_state[0]
@@ -130,9 +136,8 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     workload = Workload.load(options.workload).fit(replicas, options.tokens, options.tokens is not None, options.steps)
     sizes = (options.layers, options.hidden, options.heads, options.kv_heads, options.ffn, options.vocab)
-    size = options.hidden // options.heads
-    kernel = choose(options.kernel, KernelNeed(device, dtype, size, size, options.heads // options.kv_heads))
     whole = make_model(*sizes, workload.row_tokens, device, dtype)
+    kernel = choose(options.kernel, kernel_need(whole, device, dtype))
     whole.gradient_checkpointing_enable({"use_reentrant": False})
     if not ulysses:
         divide(whole, inside)
@@ -154,8 +159,8 @@ def main() -> None:
             dist.all_reduce(own(parameter.grad), group=others)
 
     pieces = (options.shares, rank % options.shares) if ulysses else (1, 0)
-    models = {"kept": kept, "cad": balanced}
-    ways = [Way(name, model, summed, [[] for _ in workload.steps]) for name, model in models.items()]
+    feeds = {"kept": (kept, None), "cad": (balanced, find_binding(balanced).feed)}
+    ways = [Way(name, model, summed, [[] for _ in workload.steps], feed) for name, (model, feed) in feeds.items()]
     apart = [0.0, 0.0]
     for turn in range(options.repeats + 1):
         for step in range(len(workload.steps)):
