@@ -26,19 +26,19 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 def check(place: Place, transport: str, how: str) -> Found:
     last = place.ranks - 1
-    hands_on = how.endswith("between layers")
-    model: torch.nn.Module = training.tiny_llama(torch.float32).to(place.device)
-    if hands_on:
+    model: torch.nn.Module
+    if how.endswith("between layers"):  # one document on all ranks
         model = check_models.make_model(place, check_models.HYBRID, check_models.Sizes(64, 64))
+        batch = training.pack(training.documents([64], seed=place.rank))
+        batch["position_ids"] += 64 * place.rank
+    else:
+        model = training.tiny_llama(torch.float32).to(place.device)
+        batch = training.pack(training.documents([300, 20] if place.rank == 0 else [33], seed=place.rank))
     block = {"granularity": 16, "timeout_s": TIMEOUT_S, "transport": transport, "kernel": "torch_math"}
     # The same plan in every step: a kernel that is met first in the last one could keep the GPU from being freed. By
     # pairs attention moves also where GPUs wait for their hosts, as they do in steps this small.
     block |= {"links": {"inside": 100.0, "between": 100.0}, "cost": "pairs"}
     deepspeed_cad.apply(model, block)
-    batch = training.pack(training.documents([300, 20] if place.rank == 0 else [33], seed=place.rank))
-    if hands_on:  # one document on all ranks
-        batch = training.pack(training.documents([64], seed=place.rank))
-        batch["position_ids"] += 64 * place.rank
     batch = {name: value.to(place.device) for name, value in batch.items()}
     for _ in range(2):
         step(model, batch)
