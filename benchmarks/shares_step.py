@@ -167,6 +167,8 @@ def main() -> None:
             scale, found = 1.0 / workload.targets(step), []
             for way in ways:
                 seconds, loss = run(way, split(setting, *pieces, step, way.name == "kept"), scale)
+                if rank == 0:
+                    sys.stderr.write(f"pass {turn}, step {step}, {way.name}: {seconds:.3f} s\n")
                 figures = torch.tensor([seconds, loss], dtype=torch.float64)
                 dist.all_reduce(figures[1:])
                 dist.all_reduce(figures[:1], dist.ReduceOp.MAX)

@@ -38,9 +38,12 @@ class Groups:
     """How trainers divide heads among them."""
     hosts: list[str] = field(default_factory=lambda: [socket.gethostname()])
     """The name of every trainer's host in this CAD group, for messages."""
+    share: dist.ProcessGroup | None = None
+    """Where heads are divided: the ranks with one share, over gloo. They open a transport and time links by themselves:
+    how often they ask each other is their own affair."""
 
     def close(self) -> None:
-        for group in (self.cpu, self.exchange):
+        for group in (self.cpu, self.exchange, self.share):
             if isinstance(group, OwnGroup):
                 group.close()
             elif group is not None and dist.is_initialized():
@@ -74,7 +77,7 @@ def _open_trainers(
 ) -> Groups:
     """Of trainers alone; `exchanges`: without servers beside them."""
     call_roll(timeout_s)
-    timeout, exchange = timedelta(seconds=timeout_s), None
+    timeout, exchange, share = timedelta(seconds=timeout_s), None, None
     try:
         cpu = dist.new_group(timeout=timeout, backend="gloo")
         said = [(replica, socket.gethostname())] * ranks
@@ -84,6 +87,9 @@ def _open_trainers(
         for members in shares.groups if exchanges and len(shares.replicas) > 1 else []:
             group = open_exchange(members, timeout, device)
             exchange = group if rank in members else exchange
+            if shares.count > 1:
+                group = open_exchange(members, timeout, torch.device("cpu"))
+                share = group if rank in members else share
     except CADError:
         raise
     except RuntimeError as error:
@@ -97,7 +103,7 @@ def _open_trainers(
     board.watched = shares.members
     board.beside = [one for one in range(ranks) if one not in board.watched]
     hosts = [said[one][1] for one in shares.members]
-    return Groups(NoServers(len(shares.replicas)), cpu, exchange, board, shares, hosts)
+    return Groups(NoServers(len(shares.replicas)), cpu, exchange, board, shares, hosts, share)
 
 
 def open_exchange(members: list[int] | None, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -32,7 +33,7 @@ from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, why_ended
-from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.group import OwnGroup, numbers_of
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.probe import DETERMINISTIC, Opened, open_transport, with_links
 from deepspeed_cad.exchange.transport import Transport
@@ -143,10 +144,17 @@ class Session:
         """Gives one number of every rank of the CAD group. Collective."""
         group = self.groups.exchange
         if isinstance(group, OwnGroup):
-            return lambda value: group.numbers(value, self.liveness)
+            return partial(numbers_of, group, self.liveness)
         if self.groups.cpu is None:
             return lambda value: [value]
-        return lambda value: self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
+
+        def of_job(value: int) -> list[int]:
+            return self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
+
+        if self.groups.share is None:
+            return of_job
+        of_job(0)  # compares configurations
+        return partial(numbers_of, self.groups.share, self.liveness)
 
     def _change_servers(self, opened: Opened | None) -> None:
         """Other servers than before: micro-batches are planned for these. Runs on the training thread."""

@@ -45,14 +45,9 @@ def random_tasks(tick: Tick, groups: int, rng: np.random.Generator, granularity:
 
 
 def document_attention(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of one document by plain softmax, differentiable; the reference of every test."""
     share = q_THD.shape[1] // k_TKD.shape[1]
     k, v = k_TKD.repeat_interleave(share, 1), v_TKV.repeat_interleave(share, 1)

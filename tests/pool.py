@@ -115,16 +115,9 @@ class WorkerPool:
         return results
 
     def try_run(
-        self,
-        function: Callable[..., Any],
-        world: int,
-        *args: Any,
-        timeout: float = 60.0,
-        grace: float = 60.0,
-        once: bool = False,
-        joined: bool = True,
-        mortal: Collection[int] = (),
-    ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:
+        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, grace: float = 60.0,
+        once: bool = False, joined: bool = True, mortal: Collection[int] = (),
+    ) -> tuple[list[tuple[str, str, str] | None], list[Any]]:  # fmt: skip
         """Errors and results of every rank; a worker that died has the error ("Died", exit code). `joined`: workers are
         in one process group; else `function` makes its own. `once`: each worker ends after its answer, as the process
         of a script does, and closes its connections. `mortal`: ranks that may die or be stopped, which is no reason to

@@ -110,16 +110,9 @@ class Said:
 
 class Gatherer:
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        ranks: int,
-        liveness: Liveness | None,
-        settings: str = "",
-        reporters: Sequence[Reporter] = (),
-        begun: int = 0,
-        shares: Shares | None = None,
-    ) -> None:
+        self, group: dist.ProcessGroup | None, rank: int, ranks: int, liveness: Liveness | None, settings: str = "",
+        reporters: Sequence[Reporter] = (), begun: int = 0, shares: Shares | None = None,
+    ) -> None:  # fmt: skip
         """`group`: over gloo; None where there is one rank. `liveness`: the board on which ranks say why they end.
         `settings`: what ranks compare before they train. `reporters`: what travels with document lengths. `begun`:
         collectives of this group before it was made. `shares`: None: each rank has all heads."""

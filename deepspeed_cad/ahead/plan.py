@@ -71,17 +71,9 @@ class Learned:
 
 class Plans:
     def __init__(
-        self,
-        config: CADConfig,
-        device: torch.device,
-        gatherer: Gatherer,
-        worker: Worker,
-        cost: Profile,
-        counts: CallCounts,
-        crew: Crew,
-        learned: Learned,
-        aside: torch.cuda.Stream | None,
-    ) -> None:
+        self, config: CADConfig, device: torch.device, gatherer: Gatherer, worker: Worker, cost: Profile,
+        counts: CallCounts, crew: Crew, learned: Learned, aside: torch.cuda.Stream | None,
+    ) -> None:  # fmt: skip
         """`crew`: replaced where servers change; `aside`: the stream on which served tasks run beside local ones."""
         self.config, self.device, self.gatherer, self.worker = config, device, gatherer, worker
         self.cost, self.counts, self.crew, self.learned, self.aside = cost, counts, crew, learned, aside

@@ -13,6 +13,7 @@ ordered by document and position; `G` head groups; `L` tokens of a document; `S`
 """
 
 import itertools
+import warnings
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -44,6 +45,8 @@ from deepspeed_cad.schedule import (
 )
 from deepspeed_cad.shares import divide
 
+# One message after the other is what `carry` counts on.
+warnings.filterwarnings("ignore", ".*unbatched P2P op")
 NARROW = 64
 """Bytes of a row of one head group: copy engines read narrower ones slowly unless rows lie one behind the other."""
 

@@ -218,8 +218,9 @@ def exchange(name: str, rank: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from deepspeed_cad.exchange.group import numbers_of
     from deepspeed_cad.exchange.links import measure_links, peer_schedule
-    from deepspeed_cad.exchange.probe import choose_transport, gather_over
+    from deepspeed_cad.exchange.probe import choose_transport
     from deepspeed_cad.exchange.transport import Outgoing, Returning
     from deepspeed_cad.schedule import QUERY
 
@@ -234,7 +235,7 @@ def exchange(name: str, rank: int, store: str) -> None:
     # "mixed" is for several hosts: there the two processes pass for one on each.
     hosts = [0, 1] if name == "mixed" else [0, 0]
     transport = choose_transport(name, group, device, timeout_s=60, host=rank if name == "mixed" else None)
-    links = measure_links(transport, device, rank, hosts, partial(gather_over, group))
+    links = measure_links(transport, device, rank, hosts, partial(numbers_of, group, None))
     schedule = peer_schedule([[1], [0]], rank, 2, 64)
     given_TGW = torch.randn(schedule.query_tokens, 2, 64, device=device)
     (arrived,) = transport.dispatch(schedule, [Outgoing(QUERY, given_TGW)], 0).wait()

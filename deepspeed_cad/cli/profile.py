@@ -18,8 +18,9 @@ import torch.distributed as dist
 from deepspeed_cad.cli.progress import progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.exchange.group import numbers_of
 from deepspeed_cad.exchange.links import measure_links
-from deepspeed_cad.exchange.probe import choose_transport, gather_over, host_number
+from deepspeed_cad.exchange.probe import choose_transport, host_number
 from deepspeed_cad.kernels.interface import KernelNeed
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.planner.plan import HeadShape
@@ -148,8 +149,8 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
         world = dist.group.WORLD
         assert world is not None
         tell("measuring links")
-        transport = choose_transport(args.transport, world, device)
-        gather = partial(gather_over, cpu_group)
+        gather = partial(numbers_of, cpu_group, None)
+        transport = choose_transport(args.transport, world, device, gather)
         links = measure_links(transport, device, dist.get_rank(), gather(host_number()), gather)
         dist.barrier(cpu_group)
         transport.close()

@@ -22,7 +22,7 @@ from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
 from deepspeed_cad.threads import start_daemon
 
 _TORCH: Any = dist.distributed_c10d
-OPENING = "the opening of the servers' group"
+OPENING = "the opening of transports"
 LETTING_GO_S = 1.0
 """For whoever still holds a group that is given up to let go of it."""
 
@@ -35,16 +35,6 @@ class OwnGroup:
     """By which torch's symmetric memory finds it."""
     store: dist.Store
     processes: dist.ProcessGroup
-
-    def numbers(self, value: int, liveness: Liveness | None = None) -> list[int]:
-        """One whole number of every rank, through the CPU. Collective; CADPeerError where a rank is missing."""
-        into = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        work = dist.all_gather(into, torch.tensor([value]), group=self.processes, async_op=True)
-        if liveness is not None:
-            liveness.patiently(work.is_completed, OPENING, with_servers=True)
-        with Liveness.watch(liveness, OPENING, with_servers=True):
-            work.wait()
-        return [int(one) for one in into]
 
     def close(self) -> None:
         _TORCH._unregister_process_group(self.name)
@@ -64,6 +54,18 @@ class OwnGroup:
 
 
 Group: TypeAlias = dist.ProcessGroup | OwnGroup
+
+
+def numbers_of(group: Group, liveness: Liveness | None, value: int) -> list[int]:
+    """One whole number of every rank, through the CPU. Collective; CADPeerError where a rank is missing."""
+    processes, servers = processes_of(group), isinstance(group, OwnGroup)
+    into = [torch.zeros(1, dtype=torch.int64) for _ in range(size_of(group))]
+    work = dist.all_gather(into, torch.tensor([value]), group=processes, async_op=True)
+    if liveness is not None:
+        liveness.patiently(work.is_completed, OPENING, with_servers=servers)
+    with Liveness.watch(liveness, OPENING, with_servers=servers):
+        work.wait()
+    return [int(one) for one in into]
 
 
 def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, name: str, timeout_s: float) -> OwnGroup:

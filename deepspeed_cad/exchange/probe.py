@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness, first_line
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import Group, processes_of, rank_of, size_of
+from deepspeed_cad.exchange.group import Group, numbers_of, rank_of
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.links import Gather, Links, measure_links
 from deepspeed_cad.exchange.native_calls import CudaCalls, UnreachedError, open_nccl, peer_reach, symmetric_memory
@@ -74,7 +73,7 @@ def choose_transport(
     where `name` is a transport that does not work here."""
     if name not in ("auto", *NAMES):
         raise CADUnsupportedError(f'there is no transport "{name}"; there are: auto, {", ".join(NAMES)}')
-    gather = agree or partial(gather_over, group)
+    gather = agree or partial(numbers_of, group, liveness)
     host = host_number() if host is None else host
     hosts = gather(host) if name != "c10d" else []
     refusals: list[str] = []
@@ -217,12 +216,6 @@ def _say(name: str, refusals: list[str], hosts: list[int], near: list[int], loud
             "the GPUs of ranks %s do not reach each other's memory inside their host: nccl carries what they exchange",
             ", ".join(map(str, apart)),
         )
-
-
-def gather_over(group: Group, value: int) -> list[int]:
-    found = [0] * size_of(group)
-    dist.all_gather_object(found, value, group=processes_of(group))
-    return found
 
 
 def host_number() -> int:

@@ -16,6 +16,7 @@ import math
 import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import PAUSE_S, wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
-from deepspeed_cad.exchange.group import OwnGroup, make_group
+from deepspeed_cad.exchange.group import OwnGroup, make_group, numbers_of
 from deepspeed_cad.exchange.probe import NAMES, Opened, open_transport
 from deepspeed_cad.server.launch import Split
 from deepspeed_cad.server.sockets import Door
@@ -334,7 +335,7 @@ def open_again(
     """Through what other members than before exchange; `transports`: may be used. Collective, see `open_group`."""
     group = open_group(meeting, members, liveness, device)
     opened = open_transport(
-        transport, group, device, lambda value: group.numbers(value, liveness), liveness, meeting.timeout_s, transports
+        transport, group, device, partial(numbers_of, group, liveness), liveness, meeting.timeout_s, transports
     )
     opened.transport.exchanges = members.exchanges
     return opened

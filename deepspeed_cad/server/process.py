@@ -21,7 +21,7 @@ from deepspeed_cad import native
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
-from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange.group import OwnGroup, numbers_of
 from deepspeed_cad.exchange.probe import Opened, with_links
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
@@ -128,7 +128,7 @@ class _Server:
         transports = transports_of(config, device)
         opened = self.opened = open_again(self.meeting, members, self.liveness, device, config.transport, transports)
         if not members.generation:
-            agree = partial(cast(OwnGroup, opened.group).numbers, liveness=self.liveness)
+            agree = partial(numbers_of, opened.group, self.liveness)
             with_links(opened, device, agree, config.links)
             # Trainers plan with what all ranks say of their speed; a server that comes later is taken for a mean one.
             find_speeds(config.speeds, device, config.kernel, agree, False)

@@ -61,7 +61,7 @@ def one_round(place: Place, transport: Transport, plans: list[Schedule], seed: i
 
 def check_held(place: Place, name: str) -> Found:
     """What torch's allocator has cached, and nobody uses, is there for landing areas."""
-    transport = probe.choose_transport(name, group_of(place), place.device, timeout_s=20.0)
+    transport = probe.choose_transport(name, group_of(place), place.device, place.gather, timeout_s=20.0)
     small, large = make_swap(place.ranks, 50), make_swap(place.ranks, ROWS[place.device.type])
     wrong = one_round(place, transport, small, 1)
     hold(place, LEFT).clear()  # freed, and kept by torch's allocator
@@ -75,7 +75,7 @@ def check_held(place: Place, name: str) -> Found:
 
 def check_full(place: Place, name: str) -> Found:
     """One rank cannot grow: every rank says so, soon."""
-    transport = probe.choose_transport(name, group_of(place), place.device, timeout_s=10.0)
+    transport = probe.choose_transport(name, group_of(place), place.device, place.gather, timeout_s=10.0)
     large = make_swap(place.ranks, ROWS[place.device.type])
     one_round(place, transport, make_swap(place.ranks, 50), 1)
     last = Round(large, place.rank, 2, 0, place.device)
@@ -98,7 +98,7 @@ def check_full(place: Place, name: str) -> Found:
 
 def check_waves(place: Place, name: str) -> Found:
     """A tick for which one rank lacks memory goes in waves that fit, on all; its exchanges need no more than that."""
-    transport = probe.choose_transport(name, group_of(place), place.device, timeout_s=20.0)
+    transport = probe.choose_transport(name, group_of(place), place.device, place.gather, timeout_s=20.0)
     rows = ROWS[place.device.type]
     tick = Layout.from_rank_lengths([[rows]] * place.ranks).tick()
     tasks = np.array([(r, 0, rows, 0, GROUPS, (r + 1) % place.ranks) for r in range(place.ranks)], np.int64)

@@ -28,7 +28,7 @@ def check(place: Place, name: str, other_sizes: bool) -> Found:
     """Good rounds, more of them than the ring of numbers has rows; then the last rank is in another micro-batch."""
     group = dist.new_group(backend="nccl" if place.on_gpu else "gloo")
     board = open_board(dist.new_group(backend="gloo"), place.rank, place.ranks)
-    transport = probe.choose_transport(name, group, place.device, liveness=board, timeout_s=30.0)
+    transport = probe.choose_transport(name, group, place.device, place.gather, board, timeout_s=30.0)
     plans = make_schedules(place.ranks, 1, 300)
     for turn in range(140 if place.on_gpu else 20):
         wrong = one_round(place, transport, plans, Moment(turn))

@@ -2,7 +2,7 @@
 
 What an ordinary run of the same model errs by is measured beside it: in the same precision, every document alone, with
 transformers' own attention. Loss and every gradient with CAD may err by twice as much. Documents stay on their rank,
-with activation checkpointing, or span ranks, without.
+with activation checkpointing, or span ranks, without; or two ranks each divide the heads of theirs.
 """
 
 import copy
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from deepspeed_cad.integrations import spanning
 from lines import Found, Lines, Place
 from model_cases import known_kind, randomized, tiny_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from shares_step import divide
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
@@ -64,6 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What a config says besides SMALL in model_cases.py; head sizes are those that kernels are built for."""
 HYBRID = "qwen3_5_text"
+TENSOR = "tensor", "tensor, links timed"
 NEEDS = {
     **dict.fromkeys(("qwen3_next", "olmo_hybrid", "kimi_linear"), "fla"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba"), "mamba_ssm"),
@@ -91,19 +99,23 @@ def run(place: Place, lines: Lines, case: str) -> None:
     most = spanning.MOST_PIECES
     for kind in case.split(",") if case else filter(_runs, MODELS):
         model = make_model(place, kind, sizes)
-        waves = ("waves",) * (kind == HYBRID)
+        more_cases = ("waves",) * (kind == HYBRID) + TENSOR * (kind == "llama" and place.ranks % 2 == 0)
         exchanges = dict.fromkeys(transports, 0)
         exact: list[tuple[Results, dict[str, float]]] = []
-        for documents in ("rows", "stream", *waves) if place.ranks > 1 else ("rows",):
+        for documents in ("rows", "stream", *more_cases) if place.ranks > 1 else ("rows",):
             # The backward of causal-conv1d 1.7 refuses a sequence of one token in models that call it for fla.
             shortest = 2 if NEEDS.get(kind) == "fla" else 1
-            lengths = make_lengths(documents, place.ranks, sizes.tokens, shortest)
-            exact = exact if documents == "waves" else []
+            divided = 2 if documents in TENSOR else 1
+            lengths = make_lengths(documents, place.ranks // divided, sizes.tokens, shortest)
+            exact = exact if documents in ("waves", TENSOR[1]) else []
             spanning.MOST_PIECES = 0 if documents == "waves" else most  # there heads part
             more = {"memory": memory_of_waves(lengths[0], place.dtype)} if documents == "waves" else {}
+            more |= {"links": "measure"} if documents == TENSOR[1] else {}
             for transport in transports:
-                checkpointing = documents == "rows"
-                check_one = partial(check, place, model, lengths, transport, checkpointing, exact, exchanges, **more)
+                checkpointing = documents not in ("stream", "waves")
+                check_one = partial(
+                    check, place, model, lengths, transport, checkpointing, exact, exchanges, divided, **more
+                )
                 label = f"{kind}, {documents}{', checkpointing' * checkpointing}"
                 lines.check(f"model by {transport}{where}", label, check_one)
                 close_session()
@@ -136,7 +148,7 @@ def memory_of_waves(tokens: int, dtype: torch.dtype) -> float:
 def make_lengths(documents: str, ranks: int, tokens: int, shortest: int = 1) -> list[int]:
     """Of one stream of documents, of which every rank has equal parts: very uneven rows, or a first document that lies
     on all ranks."""
-    if documents != "rows":
+    if documents in ("stream", "waves"):
         first = (ranks - 1) * tokens + tokens // 2 - 3
         return [first, 2, ranks * tokens - first - 2]
     short = [tokens // 7, shortest, tokens // 3, 5, tokens // 11]
@@ -159,7 +171,8 @@ def train(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, ta
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     loss = torch.nn.functional.cross_entropy(logits.to(wide), targets, reduction="none")
     loss.sum().backward()
-    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: (x.full_tensor() if isinstance(x, DTensor) else x).double() for name, x in found.items()}
     return {**found, "loss": loss.detach().double()}
 
 
@@ -216,37 +229,36 @@ def make_block(place: Place, transport: str) -> dict[str, Any]:
 
 
 def check(
-    place: Place,
-    model: PreTrainedModel,
-    lengths: list[int],
-    transport: str,
-    checkpointing: bool,
-    known: list[tuple[Results, dict[str, float]]],
-    exchanges: dict[str, int] | None = None,
+    place: Place, model: PreTrainedModel, lengths: list[int], transport: str, checkpointing: bool,
+    known: list[tuple[Results, dict[str, float]]], exchanges: dict[str, int] | None = None, divided: int = 1,
     **more: Any,
-) -> Found:
+) -> Found:  # fmt: skip
     """One model on one transport. `known`: the references, made by the first transport and used by all. `exchanges`: of
-    the case before, by transport; `more`: keys of the "cad" block, with which there must then be more of them."""
+    the case before, by transport; `more`: keys of the "cad" block, with which there must then be more of them.
+    `divided`: ranks that divide heads and MLPs of a row among them (tensor parallelism)."""
     if not known:
         known.append(references(model, lengths))
     ours = copy.deepcopy(model)
     if checkpointing:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
-    block = {**make_block(place, transport), **more}
-    place.together(lambda: deepspeed_cad.apply(ours, block))
-    tokens = sum(lengths) // place.ranks
-    here = [column[place.rank * tokens : (place.rank + 1) * tokens] for column in stream(lengths, place.device)]
+    block, mesh = {**make_block(place, transport), **more}, None
+    if divided > 1:
+        mesh = init_device_mesh(place.device.type, (place.ranks // divided, divided), mesh_dim_names=("dp", "tp"))
+        divide(ours, mesh["tp"])
+    place.together(lambda: deepspeed_cad.apply(ours, block, mesh=mesh))
+    tokens = sum(lengths) // (place.ranks // divided)
+    begin = place.rank // divided * tokens
+    here = [column[begin : begin + tokens] for column in stream(lengths, place.device)]
     # The kernel is chosen where the first layer attends. The second time with warm buffers.
     found = [place.together(lambda: train(ours, *here)) for _ in range(2)][-1]
     session = deepspeed_cad.current_session()
-    assert session is not None
-    right, words = judge(place, found, *known[0])
+    right, words = judge(place, found, *known[0], divided)
     moved = sum(place.gather(session.transport.bytes_sent if session.transport else 0))
     if exchanges is not None and session.transport is not None:
         before, exchanges[transport] = exchanges[transport], session.transport.exchanges
-        if more and exchanges[transport] <= before:
+        if "memory" in more and exchanges[transport] <= before:
             return False, f"{exchanges[transport]} exchanges, {before} without {more}"
-    return right and (moved > 0 or session.group_ranks == 1), f"{words}; {moved >> 10} KiB moved"
+    return right and (moved > 0 or session.group_ranks == 1 or "links" in more), f"{words}; {moved >> 10} KiB moved"
 
 
 def references(model: PreTrainedModel, lengths: list[int]) -> tuple[Results, dict[str, float]]:
@@ -256,13 +268,15 @@ def references(model: PreTrainedModel, lengths: list[int]) -> tuple[Results, dic
     return exact, errors(alone(model, lengths), exact)
 
 
-def judge(place: Place, found: Results, exact: Results, ordinary: dict[str, float]) -> Found:
-    """Whether what the ranks found of their parts errs by no more than twice what an ordinary run does. Collective."""
+def judge(place: Place, found: Results, exact: Results, ordinary: dict[str, float], divided: int = 1) -> Found:
+    """Whether what the ranks found of their parts errs by no more than twice what an ordinary run does. Collective.
+    `divided`: so many ranks in turn have found the same."""
     parts = [torch.empty_like(found["loss"]) for _ in range(place.ranks)]
     dist.all_gather(parts, found["loss"])
-    found["loss"] = torch.cat(parts)
+    found["loss"] = torch.cat(parts[::divided])
     for name in sorted(found.keys() - {"loss"}):
         dist.all_reduce(found[name])
+        found[name] /= divided
     ratios = {name: error / limit for (name, error), limit in zip(errors(found, exact).items(), usual(exact, ordinary))}
     floor = median(ordinary)
     worst = max(ratios, key=lambda name: ratios[name])

@@ -148,22 +148,21 @@ def test_windows_sinks_and_latent_attention(workers: WorkerPool, kind: str) -> N
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
 
 
-def _on_hosts(rank: int, world: int, apart: bool) -> tuple[bool, list[int]]:
-    """A step where a host holds a replica, or the ranks of a share; whether the CAD group is on several hosts, and who
-    is on which."""
-    with mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: rank // SHARES if apart else rank % SHARES):
-        found = _train(rank, world, 4, None, {})
+def _on_hosts(rank: int, world: int, hosts: list[int]) -> list[int]:
+    """A step on such hosts, where the ranks of each share time links as often as they need to; who is on which."""
+    rounds = mock.patch("deepspeed_cad.exchange.links.ROUNDS", 2 + rank % SHARES)
+    with rounds, mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: hosts[rank]):
+        found = _train(rank, world, 4, None, {"links": "measure"})
     session = deepspeed_cad.current_session()
     assert found["sent"] and found["after"] < 1.05
     crew = session.plans.crew
-    return crew.several_hosts, crew.hosts.tolist()
+    assert crew.several_hosts == (session.links.between is not None) == (session.links.inside is None)
+    return crew.hosts.tolist()
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_hosts_are_those_of_a_share(workers: WorkerPool, apart: bool) -> None:
-    found = workers.run(_on_hosts, WORLD, apart)
-    assert [several for several, _ in found] == [apart] * WORLD
-    assert [hosts for _, hosts in found] == ([[0, 1]] * WORLD if apart else [[0, 0], [1, 1]] * 2)
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]])
+def test_hosts_and_links_are_those_of_a_share(workers: WorkerPool, hosts: list[int]) -> None:
+    assert workers.run(_on_hosts, WORLD, hosts) == [hosts[::SHARES], hosts[1::SHARES]] * 2
 
 
 def test_one_replica_has_nothing_to_balance(workers: WorkerPool) -> None:

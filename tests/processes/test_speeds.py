@@ -32,7 +32,6 @@ def _train(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any]:
     reference, model = training.tiny_llama(), training.tiny_llama()
     deepspeed_cad.apply(model, block).train()
     session = deepspeed_cad.current_session()
-    assert session is not None
     for step in range(2):
         training.step_as_alone(model, reference, training.documents(LENGTHS[rank], seed=10 * step + rank))
     speeds = None if session.speeds is None else session.speeds.tolist()
