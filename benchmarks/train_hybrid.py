@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed_cad.integrations import recurrent
 from deepspeed_cad.integrations.borders import NAME, Borders
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, watch_state
 from train_attention import Stopwatch
@@ -87,3 +89,39 @@ def time_state(model: Any, watch: Stopwatch) -> None:
 
 def _stop(error: CADError) -> None:
     raise error
+
+
+def gather_rows(on: bool) -> None:
+    """From now on layers that carry state gather the rows of a document that lies on all ranks, in equal pieces, and
+    every rank runs all of them; or no longer."""
+    recurrent.run_over_ranks = _run_all_rows if on else _OVER_RANKS
+
+
+_OVER_RANKS = recurrent.run_over_ranks
+
+
+def _run_all_rows(
+    module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], hidden_1TD: torch.Tensor, spanning: Any
+) -> torch.Tensor:
+    rows = hidden_1TD.shape[1]
+    return run(_AllRows.apply(hidden_1TD[0])[None])[:, dist.get_rank() * rows :][:, :rows]
+
+
+class _AllRows(torch.autograd.Function):
+    """Rows [T, D] of each rank to those of all, [N, D]; their gradients are summed where they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, own_TD: torch.Tensor) -> torch.Tensor:
+        everyone = own_TD.new_empty(dist.get_world_size() * own_TD.shape[0], own_TD.shape[1])
+        dist.all_gather_into_tensor(everyone, own_TD.contiguous())
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ND: torch.Tensor) -> torch.Tensor:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        if not gradient_ND.is_cuda:
+            dist.all_reduce(gradient_ND)
+            return gradient_ND.chunk(ranks)[rank]
+        own_TD = gradient_ND.new_empty(gradient_ND.shape[0] // ranks, gradient_ND.shape[1])
+        dist.reduce_scatter_tensor(own_TD, gradient_ND.contiguous())
+        return own_TD

@@ -6,6 +6,8 @@ In: a `Setting` and the shared model. Out: `Mode`s, all with the same weights, k
     ulysses         each row in turn is split along the sequence over all ranks, attention by heads, as DeepSpeed has it
     allgather_cp    each row in turn: every document is split into head and tail pieces over all ranks, K and V gathered
     cad             every rank trains its own row, attention by deepspeed_cad
+    cad:gathered    the same for one document over all ranks, but layers that carry state gather all its rows, and every
+                    rank runs all of them
     bound           as dp, with attention replaced by its own query; bound_qkv: with gradients of K and V as well
 
 `dp:kept` and `ulysses:kept` keep attention's output through activation checkpointing, `:kept_host` in host memory, as
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train_attention import TimedKernel, gathered_attention, local_attention, query_attention, use_attention
-from train_hybrid import find_recurrent, with_borders
+from train_hybrid import find_recurrent, gather_rows, with_borders
 from train_kept import KeptOutputs
 from train_model import share_parameters
 from train_shapes import is_plain
@@ -36,6 +38,7 @@ from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.session import find_binding
 
 KINDS = ("dp", "ulysses", "ulysses_joined", "allgather_cp", "allgather_cp_joined", "cad", "bound", "bound_qkv")
+GATHERED = "cad:gathered"
 KEEPING = ("dp", "ulysses", "ulysses_joined")
 """Those that may have `:kept` behind them."""
 
@@ -104,6 +107,7 @@ class CADMode(Mode):
 
     def before(self, step: int, following: int | None) -> None:
         """As a loader with look-ahead does: announce the next micro-batch while this one trains."""
+        gather_rows(self.name.startswith(GATHERED))
         if not self.session.config.look_ahead:
             return
         wanted = [step] if following is None else [step, following]
@@ -145,6 +149,9 @@ def make_modes(names: list[str], model: LlamaForCausalLM, setting: Setting) -> l
         copy = share_parameters(model)
         joined = kind.endswith("_joined")
         if kind == "cad":
+            workload = setting.workload
+            if name.startswith(GATHERED) and not (workload.stream and all(len(one) == 1 for one in workload.steps)):
+                raise ValueError(f"mode {name!r} takes steps of one document that lies on all ranks")
             cad = CADMode(name, copy, split_rows(setting, False), exchanges=True)
             mode: Mode = cad.open(setting, cad_block(name, setting))
         elif kind.startswith("ulysses"):
@@ -183,6 +190,6 @@ def cad_block(name: str, setting: Setting) -> dict[str, Any]:
     block = dict(setting.cad)
     if plain.endswith(":recompute"):
         block["recompute_attention"] = True
-    elif plain != "cad":
-        raise ValueError(f"{name!r}: a variant of cad is cad:recompute, or cad@ and a JSON object")
+    elif plain not in ("cad", GATHERED):
+        raise ValueError(f"{name!r}: a variant of cad is cad:recompute, cad:gathered, or cad@ and a JSON object")
     return {**block, **(json.loads(changes) if changes else {})}
