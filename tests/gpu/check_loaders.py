@@ -41,7 +41,6 @@ def check(place: Place, case: str) -> Found:
     block = {"granularity": 16, "tolerance": 0.02, "timeout_s": TIMEOUT_S, "kernel": "torch_math"}
     deepspeed_cad.apply(model, block)
     session = deepspeed_cad.current_session()
-    assert session is not None
     odd = place.rank == place.ranks - 1
     documents = documents_of(place.rank, settings["lengths"][odd])
     ahead = session.look_ahead([training.pack(one) for one in documents], model)

@@ -45,7 +45,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 def compare(place: Place, stages: int, dtype: torch.dtype, kernel: str, **more: Any) -> Found:
     loss, own = step(stages, dtype, {"cost": "pairs", "granularity": 16, "kernel": kernel, **more})
     session = deepspeed_cad.current_session()
-    assert session is not None
     moved = sum(place.gather(session.transport.bytes_sent if session.transport else 0))
     close_session()
     expected, theirs = step(stages, dtype, None)

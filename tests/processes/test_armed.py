@@ -126,6 +126,7 @@ TRL = "import sys\nfrom trl.cli import main\nsys.exit(main())\n"  # as pip write
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trl_sft(tmp_path) -> None:
     """On two processes, which the command starts itself."""
     pytest.importorskip("trl.cli")

@@ -14,7 +14,7 @@ from pool import WorkerPool
 
 @pytest.mark.slow
 def test_random_loops(workers: WorkerPool) -> None:
-    tally = run(workers, seed=0, seconds=600.0, ranks=(1, 3), cases=8)
+    tally = run(workers, seed=0, seconds=600.0, ranks=(1, 3), cases=5)
     assert tally.steps > 0
     assert not tally.failures, "\n".join(f"{why}\n  --replay '{case.to_line()}'" for why, case in tally.failures)
 

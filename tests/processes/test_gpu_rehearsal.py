@@ -14,6 +14,7 @@ import torch
 from forked import Script
 from gpu_check import Launch, start
 
+LONG = pytest.mark.long
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -35,15 +36,12 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("groups", "ranks", "checks"),
     [
-        (
-            "kernels,transports,models,streams,exactness,lifetimes",
-            2,
-            "kernel rows transport model two exactness lifetimes",
-        ),
+        ("transports,models", 2, "transport model"),
+        pytest.param("kernels,streams,exactness,lifetimes", 2, "kernel rows two exactness lifetimes", marks=LONG),
         # Two trainers, which are a world of their own.
-        pytest.param("servers", 3, "reserved", marks=pytest.mark.long),
+        pytest.param("servers", 3, "reserved", marks=LONG),
     ],  # fmt: skip
-    ids=["all", "servers"],
+    ids=["some", "most", "servers"],
 )
 def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: str, ranks: int, checks: str) -> None:
     """Groups that run without GPUs, with everything they compare."""

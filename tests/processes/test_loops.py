@@ -140,8 +140,11 @@ DEATHS = {
 }  # fmt: skip
 
 
+SELDOM |= dict.fromkeys(list(DEATHS)[::2], LONG)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEATHS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM.get(name, ())) for name in DEATHS])
 def test_a_server_dies(workers: WorkerPool, name: str) -> None:
     case = DEATHS[name]
     (fate,) = case.fates

@@ -84,7 +84,8 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["torchrun.sh", pytest.param("deepspeed.sh", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
 def test_a_script_on_each_node(nodes, hostfile: str, on_one_node: list[float], script: str) -> None:
     """DeepSpeed's without ssh."""
     finish(on_each(nodes, [f"examples/nodes/{script}"], NODES="2", GPUS="1", HOSTFILE=hostfile), on_one_node)

@@ -41,10 +41,11 @@ def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[st
 @pytest.mark.parametrize(
     ("way", "loop", "servers"),
     [
-        ("torchrun", "ddp", 0), pytest.param("torchrun", "fsdp2", 0, marks=LONG), ("accelerate-cad", "accelerate", 0),
-        pytest.param("accelerate launch", "accelerate", 0, marks=LONG), ("deepspeed", "deepspeed", 1),
-        pytest.param("deepspeed", "deepspeed", 0, marks=LONG), pytest.param("torchrun", "ddp", 1, marks=LONG),
-        pytest.param("accelerate-cad", "accelerate", 1, marks=LONG),
+        ("accelerate-cad", "accelerate", 0), ("deepspeed", "deepspeed", 1),
+        *(pytest.param(*case, marks=LONG) for case in (
+            ("torchrun", "ddp", 0), ("torchrun", "fsdp2", 0), ("torchrun", "ddp", 1), ("deepspeed", "deepspeed", 0),
+            ("accelerate launch", "accelerate", 0), ("accelerate-cad", "accelerate", 1),
+        )),
     ],
 )  # fmt: skip
 def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, servers: int) -> None:

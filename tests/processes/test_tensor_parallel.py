@@ -55,14 +55,15 @@ def _train(cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None,
     return found, deepspeed_cad.current_session().describe() if cad else ""
 
 
-def _autotp(rank: int, world: int) -> dict[str, Any]:
+def _autotp(rank: int, world: int, half: int) -> dict[str, Any]:
     import_deepspeed()
-    return {name: trainers.without_and_with(_train, rank, *case) for name, *case in AUTOTP}
+    return {name: trainers.without_and_with(_train, rank, *case) for name, *case in AUTOTP[half::2]}
 
 
 @pytest.mark.slow
-def test_autotp(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_autotp, WORLD, timeout=240.0):
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_autotp(fresh_workers: WorkerPool, half: int) -> None:
+    for found in fresh_workers.run(_autotp, WORLD, half, timeout=240.0):
         for name, ((plain, _), (cad, line)) in found.items():
             trainers.assert_same_and_balanced(
                 name, plain, cad, losses=trainers.STEPS * (2 if "accumulation" in name else 1)

@@ -38,7 +38,6 @@ def _apply(model: Any, **changes: Any) -> Any:
 
 def _ways() -> dict[str, Way]:
     session = deepspeed_cad.current_session()
-    assert session is not None
     (binding,) = session.bindings.values()
     return {kind[0].__name__: way for kind, way in binding.ways.found.items()}
 

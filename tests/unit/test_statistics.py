@@ -107,7 +107,6 @@ def _facts(**changes: Any) -> session_lines.SessionFacts:
     """Of one rank that trains alone."""
     deepspeed_cad.apply(training.tiny_llama(), {})
     session = deepspeed_cad.current_session()
-    assert session is not None
     return replace(session.facts(), **changes)
 
 
