@@ -1,5 +1,6 @@
 """Links: how they are timed at the start, that all ranks know the same, and how they are corrected while training."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from deepspeed_cad.exchange import links, probe
+from deepspeed_cad.exchange.group import numbers_of
 from deepspeed_cad.exchange.links import Links, measure_links
 from deepspeed_cad.exchange.waits import BETWEEN, INSIDE, LEAST_S, Size, Transfers
 from deepspeed_cad.feedback.link_speeds import ENOUGH, FASTER, GAIN, LinkSpeeds
@@ -48,12 +50,7 @@ def test_exchanges_grow_until_they_last_and_stay_in_time(gigabytes: float, monke
 
 def links_of_two_nodes(rank: int, world: int) -> tuple[Links, Links]:
     transport = probe.choose_transport("c10d", dist.group.WORLD, CPU)
-
-    def gather(value: int) -> list[int]:
-        found = [0] * world
-        dist.all_gather_object(found, value)
-        return found
-
+    gather = partial(numbers_of, dist.group.WORLD, None)
     pairs = measure_links(transport, CPU, rank, [7, 7, 9], gather)
     lone = measure_links(transport, CPU, rank, [7, 8, 9], gather)
     transport.close()
