@@ -117,9 +117,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("lfm3", {"layer_types": ["conv", "full_attention"]}),
     Family("nemotron_h", {
         "hybrid_override_pattern": "M*-E", "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
-        "ssm_state_size": 8,
-    }, FP32),
-    Family("qwen3_5_text", DELTA, FP32, fast=True),
+        "ssm_state_size": 8}, FP32), Family("qwen3_5_text", DELTA, FP32, fast=True),
     Family("zamba", {
         "num_hidden_layers": 5, "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
         "n_mamba_heads": 2, "num_key_value_heads": 4,
