@@ -120,6 +120,7 @@ class _AllRows(torch.autograd.Function):
     def backward(ctx: Any, gradient_ND: torch.Tensor) -> torch.Tensor:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         if not gradient_ND.is_cuda:
+            gradient_ND = gradient_ND.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(gradient_ND)
             return gradient_ND.chunk(ranks)[rank]
         own_TD = gradient_ND.new_empty(gradient_ND.shape[0] // ranks, gradient_ND.shape[1])

@@ -151,10 +151,11 @@ class Session:
         def of_job(value: int) -> list[int]:
             return self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
 
-        if self.groups.share is None:
+        if self.shares.count == 1:
             return of_job
         of_job(0)  # compares configurations
-        return partial(numbers_of, self.groups.share, self.liveness)
+        share = self.groups.share
+        return lambda value: [value] if share is None else numbers_of(share, self.liveness, value)
 
     def _change_servers(self, opened: Opened | None) -> None:
         """Other servers than before: micro-batches are planned for these. Runs on the training thread."""

@@ -111,14 +111,16 @@ class MicroBatch:
     def plan_all(self, keys: list[PlanKey]) -> None:
         """Plan every tick for the given kinds of layers and compare the plans with the other ranks."""
         digest, places = 0, [(key, nano_batch) for key in keys for nano_batch in range(len(self.ticks))]
-        for key, nano_batch in places:
-            begin = time.perf_counter()
-            plan = self.make_plan(self.tick(key, nano_batch), key)
-            cut, schedules = self._in_waves(key, nano_batch, plan)
-            self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
-            digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
-        if self.calls.compares_plans:
-            self.agree(digest, "plan")
+        try:
+            for key, nano_batch in places:
+                begin = time.perf_counter()
+                plan = self.make_plan(self.tick(key, nano_batch), key)
+                cut, schedules = self._in_waves(key, nano_batch, plan)
+                self.planned[key, nano_batch] = PlannedTick(plan, schedules, time.perf_counter() - begin, cut)
+                digest = (digest * 1000003 + plan.fingerprint() + len(schedules)) & ((1 << 62) - 1)
+        finally:  # ranks with other shares of heads meet here, and may have the memory that these lack
+            if self.calls.compares_plans:
+                self.agree(digest, "plan")
         if self.orders is not None:
             for place in places:
                 self.orders.plan(*place, self.planned[place].plan, self.planned[place].cut)
@@ -229,15 +231,9 @@ class MaskDescriptor:
     __slots__ = ("chunk", "gradients", "interleaved", "kernel", "micro_batch", "modes", "nano_batch", "window")
 
     def __init__(
-        self,
-        micro_batch: MicroBatch,
-        window: int | None,
-        kernel: Callable[[KernelNeed], Kernel],
-        modes: Modes,
-        nano_batch: int | None = None,
-        interleaved: bool = False,
-        chunk: int | None = None,
-    ) -> None:
+        self, micro_batch: MicroBatch, window: int | None, kernel: Callable[[KernelNeed], Kernel], modes: Modes,
+        nano_batch: int | None = None, interleaved: bool = False, chunk: int | None = None,
+    ) -> None:  # fmt: skip
         """`kernel` chooses that of a layer. `nano_batch`: the one that reads this; None: the whole micro-batch.
         `interleaved`: nano-batches alternate. `chunk`: tokens of a document that see each other; None: all."""
         self.micro_batch, self.window, self.kernel, self.modes = micro_batch, window, kernel, modes
@@ -257,7 +253,11 @@ class MaskDescriptor:
         return self.interleaved and in_backward()
 
     def attend(self, layer: LayerInput) -> Tensor:
-        label, sinks = layer.label, layer.sinks_H
+        label, sinks, micro_batch = layer.label, layer.sinks_H, self.micro_batch
+        if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
+            raise NotInterleaved(
+                "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
+            )
         if layer.q_THD.shape[1] == 0:
             return self._without_heads(layer)
         if self.nano_batch is None and len(self.micro_batch.ticks) == 2:
@@ -272,7 +272,6 @@ class MaskDescriptor:
             q, k, v = q[:0], k[:0], v[:0]
         elif rows != tokens:
             raise CADError(f"{label} got {tokens} tokens where its micro-batch has {rows}")
-        micro_batch = self.micro_batch
 
         def build() -> AttentionCall:
             key, need = PlanKey(self.window, kind.shape, self.chunk), kernel_need(kind, q.device)
@@ -281,10 +280,6 @@ class MaskDescriptor:
             given = number, key, need, self.kernel(need), layer.rule, label, sinks is not None
             return micro_batch.calls.make(partial(self._set_up, *given))
 
-        if self.interleaved and self.gradients and not torch.is_grad_enabled() and not micro_batch.begun:
-            raise NotInterleaved(
-                "reentrant checkpointing runs the backward of a layer in one piece (set use_reentrant to false)"
-            )
         call = micro_batch.call(layer.layer, nano_batch, build, label)
         first = call.first_keys if self.runs_again else micro_batch.first_keys(layer.layer, nano_batch, k, v)
         if first is not None:
@@ -341,6 +336,8 @@ class MaskDescriptor:
         micro_batch.number_layer(layer.layer, key)
         if (key, 0) not in micro_batch.planned:
             micro_batch.plan_all([key])
+        if self.interleaved and not self.runs_again:
+            hand_over()  # as the others of this replica, whose collectives come in this order
         # All three are in the graph: their projections add up gradients of all shares.
         return q.new_zeros(q.shape[0], 0, v.shape[2]) + q.sum() + k.sum() + v.sum()
 

@@ -99,7 +99,8 @@ def run(place: Place, lines: Lines, case: str) -> None:
     most = spanning.MOST_PIECES
     for kind in case.split(",") if case else filter(_runs, MODELS):
         model = make_model(place, kind, sizes)
-        more_cases = ("waves",) * (kind == HYBRID) + TENSOR * (kind == "llama" and place.ranks % 2 == 0)
+        divides = kind == "llama" and place.ranks % 2 == 0 and not place.hosts
+        more_cases = ("waves",) * (kind == HYBRID) + TENSOR * divides
         exchanges = dict.fromkeys(transports, 0)
         exact: list[tuple[Results, dict[str, float]]] = []
         for documents in ("rows", "stream", *more_cases) if place.ranks > 1 else ("rows",):

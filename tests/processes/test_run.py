@@ -41,9 +41,9 @@ def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[st
 @pytest.mark.parametrize(
     ("way", "loop", "servers"),
     [
-        ("accelerate-cad", "accelerate", 0), ("deepspeed", "deepspeed", 1),
+        ("torchrun", "ddp", 0), ("accelerate-cad", "accelerate", 0), ("deepspeed", "deepspeed", 1),
         *(pytest.param(*case, marks=LONG) for case in (
-            ("torchrun", "ddp", 0), ("torchrun", "fsdp2", 0), ("torchrun", "ddp", 1), ("deepspeed", "deepspeed", 0),
+            ("torchrun", "fsdp2", 0), ("torchrun", "ddp", 1), ("deepspeed", "deepspeed", 0),
             ("accelerate launch", "accelerate", 0), ("accelerate-cad", "accelerate", 1),
         )),
     ],

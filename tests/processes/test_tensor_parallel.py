@@ -36,12 +36,12 @@ def _rows(rank: int, count: int) -> Iterator[list[torch.Tensor]]:
 
 
 AUTOTP: list[tuple[str, dict[str, Any], str | None, dict[str, int]]] = [
-    ("ZeRO-0, reentrant", engine_config(0), "reentrant", {}),
     ("ZeRO-1, accumulation", engine_config(1, gradient_accumulation_steps=2), None, {}),
+    ("ZeRO-0, reentrant", engine_config(0), "reentrant", {}),
     ("ZeRO-2, non-reentrant", engine_config(2), "non-reentrant", {}),
     ("ZeRO-3", engine_config(3), None, {}),
     # DeepSpeed gives both to rank 0 of each replica, and two of three.
-    ("one KV head", engine_config(1), "non-reentrant", {"num_key_value_heads": 1}),
+    ("one KV head", engine_config(1) | {"cad": {"overlap": "interleave"}}, "non-reentrant", {"num_key_value_heads": 1}),
     ("three KV heads", engine_config(1), None, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),
 ]
 
@@ -49,8 +49,9 @@ AUTOTP: list[tuple[str, dict[str, Any], str | None, dict[str, int]]] = [
 def _train(cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None, changes: dict[str, int]) -> Any:
     """What the loop logged, and the first line of the session."""
     config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
+    more = config.pop("cad", {})
     rows = _rows(rank, trainers.STEPS * config["gradient_accumulation_steps"])
-    block = {"cad": trainers.BLOCK | {"granularity": 8}} if cad else {}
+    block = {"cad": trainers.BLOCK | {"granularity": 8} | more} if cad else {}
     found = train_engine(config | block, checkpoint, rows, trainers.step_entry, **changes)
     return found, deepspeed_cad.current_session().describe() if cad else ""
 

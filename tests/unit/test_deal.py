@@ -117,7 +117,6 @@ def test_ranks_with_many_documents_are_even(ranks: int, micro_batches: int, padd
         step = step_of(lengths_of(ranks, micro_batches, 16, seed), padded)
         costs = costs_of(step, 0.02)
         dealt = deal(step, costs, 0.05)
-        assert dealt is not None
         check(step, costs, dealt)
         if not padded:
             assert spread(step, costs, dealt) < 1.02
@@ -166,7 +165,6 @@ def test_hosts_are_even_first() -> None:
 
     def load_of_hosts(hosts: np.ndarray | None) -> np.ndarray:
         dealt = deal(step, costs, 0.05, hosts)
-        assert dealt is not None
         work = costs.work + step.length * EACH
         return np.bincount(at_home[dealt.pieces.rank], work, 2)
 

@@ -101,14 +101,12 @@ def test_the_figures_of_the_published_run_of_a_pipeline() -> None:
     bound = load_script("benchmarks/pipeline_bound.py")
     said = (ROOT / "benchmarks" / "results" / "README.md").read_text()
     command = re.search(r"^ +python benchmarks/pipeline_bound\.py (.*?)\n\n", said, re.MULTILINE | re.DOTALL)
-    assert command is not None
     words = [
         str(ROOT / word) if word.endswith(".json") else word for word in shlex.split(command[1].replace("\\\n", ""))
     ]
     options = bound.parse(words)
     steps = bound.foresee_all(options)
     ratios = re.search(r"1F1B takes ([\d.]+) and ([\d.]+) times as long", said)
-    assert ratios is not None
     assert [f"{one.one_f_one_b / one.bound:.2f}" for one in steps] == [ratios[1], ratios[2]]
     text = bound.table(steps, options.measured)
     foreseen, of_bound = (float(value) for value in re.findall(r"measured: ([\d.]+)", text))

@@ -75,6 +75,11 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
     assert len(one.agree.values) == 1  # type: ignore[attr-defined]
     assert one.schedule(WINDOW, 0).waves[0].host.window == 3  # met at the forward
     assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
+    one.planned.clear()
+    one.make_plan = Said()  # gives no plan
+    with pytest.raises(AttributeError):
+        one.plan_all([FULL])
+    assert len(one.agree.values) == 3, "ranks with other heads, which may have a plan, wait there"
 
 
 @pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
