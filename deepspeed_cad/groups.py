@@ -7,6 +7,7 @@ collective.
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
-from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options
+from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options, numbers_of
+from deepspeed_cad.exchange.links import Gather
 from deepspeed_cad.profiles import Profile, choose_profile
 from deepspeed_cad.profiles.profile import GENERIC_GPU
 from deepspeed_cad.profiles.speed import in_seconds
@@ -41,6 +43,18 @@ class Groups:
     share: dist.ProcessGroup | None = None
     """Where heads are divided: the ranks with one share, over gloo. They open a transport and time links by themselves:
     how often they ask each other is their own affair."""
+
+    def agree(self, of_job: Gather) -> Gather:
+        """What gives one number of every rank of the CAD group, while it opens. Collective. `of_job` gives it by a
+        collective of all trainers, which compares their configurations."""
+        if isinstance(self.exchange, OwnGroup):
+            return partial(numbers_of, self.exchange, self.liveness)
+        if self.cpu is None:
+            return lambda value: [value]
+        if self.shares.count == 1:
+            return of_job
+        of_job(0)  # compares configurations, once
+        return lambda value: [value] if self.share is None else numbers_of(self.share, self.liveness, value)
 
     def close(self) -> None:
         for group in (self.cpu, self.exchange, self.share):

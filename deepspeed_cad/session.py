@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -33,7 +32,6 @@ from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, why_ended
-from deepspeed_cad.exchange.group import OwnGroup, numbers_of
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.probe import DETERMINISTIC, Opened, open_transport, with_links
 from deepspeed_cad.exchange.transport import Transport
@@ -92,7 +90,7 @@ class Session:
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         settings = f"{config.fingerprint()} {self.cost.figures}"
         opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings, shares=self.shares)
-        agree = self._numbers(opening)
+        agree = self.groups.agree(lambda value: self.worker.run(lambda: opening.numbers(value, Subject(What.CHOICE))))
         opened = self._open_transport(agree)
         self.links = Links(None, None, "not used") if opened is None else opened.links
         """Speeds that this session began with."""
@@ -139,23 +137,6 @@ class Session:
             transports_of(self.config, self.device),
         )  # fmt: skip
         return with_links(opened, self.device, agree, self.config.links)
-
-    def _numbers(self, gatherer: Gatherer) -> Callable[[int], list[int]]:
-        """Gives one number of every rank of the CAD group. Collective."""
-        group = self.groups.exchange
-        if isinstance(group, OwnGroup):
-            return partial(numbers_of, group, self.liveness)
-        if self.groups.cpu is None:
-            return lambda value: [value]
-
-        def of_job(value: int) -> list[int]:
-            return self.worker.run(lambda: gatherer.numbers(value, Subject(What.CHOICE)))
-
-        if self.shares.count == 1:
-            return of_job
-        of_job(0)  # compares configurations
-        share = self.groups.share
-        return lambda value: [value] if share is None else numbers_of(share, self.liveness, value)
 
     def _change_servers(self, opened: Opened | None) -> None:
         """Other servers than before: micro-batches are planned for these. Runs on the training thread."""

@@ -45,7 +45,7 @@ from deepspeed_cad.schedule import (
 )
 from deepspeed_cad.shares import divide
 
-# One message after the other is what `carry` counts on.
+# In it torch says that messages go one after the other, which `carry` counts on.
 warnings.filterwarnings("ignore", ".*unbatched P2P op")
 NARROW = 64
 """Bytes of a row of one head group: copy engines read narrower ones slowly unless rows lie one behind the other."""

@@ -1,8 +1,8 @@
 """Links: bytes per second that ranks exchange inside a host and between hosts, timed before training starts.
 
 In: the transport that will carry the data, and the host of every rank. Out: `Links`, the same on every rank. All ranks
-send and receive at once, as they do in training, so what they share is shared here too;
-ranks with other shares of heads do it at about the same time only.
+of a CAD group send and receive at once, as they do in training, so what they share is shared here too. Where ranks
+divide heads there are several groups, whose trials overlap in part.
 """
 
 import time
