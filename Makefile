@@ -1,6 +1,6 @@
 # make demo          fine-tune a small Llama with and without CAD, 4 processes (MODEL=, DATA= take your own)
 # make test          all tests but      make test-fast    those that start few processes
-#                    test-long, more sizes and modes
+#                    test-long, the same wires in more sizes, modes and launchers
 # make check         lint, format, types
 # make test-gpu      everything on this machine's GPUs, one is enough, in minutes; ONLY=, KERNEL=, OUTPUT= as gpu_check.py has them
 # make test-matrix   the fast tests with each supported transformers
@@ -40,7 +40,7 @@ test-long: $(VENV)/installed-test native
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-test native
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 # With the Python at hand where it has what is needed: a machine with GPUs may have no network to make another from.
 test-gpu:

@@ -109,7 +109,7 @@ def _in_child(copy: Path, tests: list[str]) -> None:
         sys.path[:0] = [str(copy)]
         if hasattr(sys.modules["__main__"], "__file__"):
             del sys.modules["__main__"].__file__  # or every worker would import this script
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]))
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests]))
     finally:
         os._exit(code)
 

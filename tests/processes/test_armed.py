@@ -125,7 +125,6 @@ def test_a_python_without_the_hook_warns(tmp_path) -> None:
 TRL = "import sys\nfrom trl.cli import main\nsys.exit(main())\n"  # as pip writes the command
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_trl_sft(tmp_path) -> None:
     """On two processes, which the command starts itself."""

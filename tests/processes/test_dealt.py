@@ -227,7 +227,7 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
         ("llama", {"verify": 1}, "", False),
         pytest.param(  # state
             "qwen3_next", {"model": {"layer_types": ["linear_attention", "full_attention"]}}, "", False,
-            marks=[pytest.mark.slow, pytest.mark.long],
+            marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip

@@ -61,7 +61,6 @@ def _finetune(*arguments: str, steps: int = 3) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 def test_example(tmp_path: Path) -> None:
     """ZeRO-3 with and without the block, gone on from a step, and documents that span ranks."""

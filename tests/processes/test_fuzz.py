@@ -20,7 +20,6 @@ def test_random_loops(workers: WorkerPool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_nothing_grows(workers: WorkerPool) -> None:
     for rank, samples in enumerate(workers.run(soak, 2, 240, 12, timeout=120.0)):
         assert not grown(samples), (rank, grown(samples))

@@ -41,18 +41,15 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 200.0) -> tu
 
 def go_on(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
 
 
 def say_line(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
     said = process.stdout.readline().strip()
     assert said == line, process.communicate(timeout=20)[1][-3000:]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_hosts_train_the_same(tmp_path: Path) -> None:
     write_profile(tmp_path / "profile.json", PAIR_S)
@@ -82,7 +79,6 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
     with open_hosts(2) as hosts:
         lengths = [[80], [10]]
@@ -101,7 +97,6 @@ def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
     timeout_s = 20.0
     with open_hosts(2) as hosts:
@@ -119,7 +114,6 @@ def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_hosts_that_cannot_reach_each_other_are_one_clear_error() -> None:
     """The store is reached by all; two hosts lose their route to each other before CAD is turned on."""
     timeout_s = 20.0

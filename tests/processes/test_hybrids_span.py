@@ -122,7 +122,7 @@ def _train(
     return worst, waves, set(calls)
 
 
-SLOW, LONG = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.long]
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 CASES: dict[str, tuple[list[Any], int, dict[str, Any]]] = {
     # Zamba's layers checkpoint inside each other.
     **{

@@ -10,8 +10,7 @@ from fuzz.play import Played
 from pool import WorkerPool
 from training import LINKS
 
-SLOW = [pytest.mark.slow]
-LONG = [pytest.mark.slow, pytest.mark.long]
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 
 
 def loop(world: int = 2, block: dict[str, Any] | None = None, **changes: Any) -> Case:

@@ -86,7 +86,7 @@ ALONE = (
 
 def _often(family: Family) -> Any:
     """With the fast tests, with all, or with the long ones."""
-    marks = [pytest.mark.slow] if family.kind in INTERLEAVED + ALONE else [pytest.mark.slow, pytest.mark.long]
+    marks = pytest.mark.slow if family.kind in INTERLEAVED + ALONE else pytest.mark.long
     return pytest.param(family, id=family.kind, marks=() if family.fast else marks)
 
 
@@ -96,7 +96,6 @@ def test_family(workers: WorkerPool, family: Family) -> None:
     _check(workers.run(_train, 2, family, "local_first"), family)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.kind in INTERLEAVED], ids=lambda family: family.kind)
 def test_family_interleaved(workers: WorkerPool, family: Family) -> None:

@@ -83,7 +83,6 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
 def test_a_script_on_each_node(nodes, hostfile: str, on_one_node: list[float], script: str) -> None:
@@ -91,7 +90,6 @@ def test_a_script_on_each_node(nodes, hostfile: str, on_one_node: list[float], s
     finish(on_each(nodes, [f"examples/nodes/{script}"], NODES="2", GPUS="1", HOSTFILE=hostfile), on_one_node)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_deepspeed_by_pdsh(nodes, hostfile: str, on_one_node: list[float], tmp_path: Path) -> None:
     """Who logs in has nothing of the environment: what processes need is in DeepSpeed's file for it. Here that is the
@@ -106,7 +104,6 @@ def test_deepspeed_by_pdsh(nodes, hostfile: str, on_one_node: list[float], tmp_p
     finish([hosts.launch(words, {**environment, **variables, "DS_ENV_FILE": str(carried)})], on_one_node)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_slurm(nodes, on_one_node: list[float]) -> None:
     hosts, names, environment = nodes
@@ -118,7 +115,6 @@ def test_slurm(nodes, on_one_node: list[float]) -> None:
     finish([hosts.launch(words, {**environment, **job})], on_one_node)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [["cad-0.cad", "cad-1.cad"]], indirect=True)
 def test_kubernetes(nodes, on_one_node: list[float]) -> None:

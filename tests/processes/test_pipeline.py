@@ -117,7 +117,6 @@ def _losses(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_loaders_and_engines(fresh_workers: WorkerPool) -> None:
     """Losses are those without CAD whatever reads ahead of whom, and the end of a loader is one on all ranks."""

@@ -54,7 +54,6 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
     return loss, {name: before[name] - after[name] for name in before}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CHANGES)
 def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -75,11 +76,15 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
     assert len(one.agree.values) == 1  # type: ignore[attr-defined]
     assert one.schedule(WINDOW, 0).waves[0].host.window == 3  # met at the forward
     assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
-    one.planned.clear()
-    one.make_plan = Said()  # gives no plan
-    with pytest.raises(AttributeError):
+
+
+def test_who_cannot_plan_meets_the_others_first() -> None:
+    """Ranks with other shares of heads may have a plan, and wait there."""
+    one = micro_batch([[6]])
+    one.make_plan = mock.Mock(side_effect=CADError("no room"))
+    with pytest.raises(CADError, match="no room"):
         one.plan_all([FULL])
-    assert len(one.agree.values) == 3, "ranks with other heads, which may have a plan, wait there"
+    assert len(one.agree.values) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
