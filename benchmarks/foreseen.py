@@ -260,7 +260,7 @@ Ulysses, the only one between hosts.
 - **Between hosts**: waves with more than one rank a host, documents in zigzag, and that collectives of ZeRO-3 and
   FSDP, CAD's exchanges and context parallelism have the links to themselves, each as if the others moved nothing.
   What one more wave costs is a guess.
-- **More than one replica of a pipeline, more than one trainer beside servers.** Servers under ZeRO-3 or FSDP, where
+- **More than two replicas of a pipeline, more than one trainer beside servers.** Servers under ZeRO-3 or FSDP, where
   nothing alternates, are not foreseen.
 - **Runs of which too little is left**: `h200x4/accelerate_fsdp2_128k.md` has no documents, the hybrid only ratios
   (and what a delta net takes is from its steps without attention).

@@ -187,15 +187,23 @@ class Plans:
         cost = (self.cost if links is None else self.cost.with_links(*links)).cost_for(key.shape)
         return cost if gathered.backward else cost.of_forward(FORWARD_SHARE)
 
+    def weights(self, keys: Mapping[PlanKey, int]) -> list[tuple[CostModel, int | None, int]]:
+        """What orders micro-batches: cost of a head group, window, and how many groups there are in all layers.
+
+        In chunks a row reads at most what it does in a window. Ranks that divide heads train in one order, whatever
+        fell to each, so there the windows alone count."""
+        if self.gatherer.shares.count > 1:
+            return [(PAIRS, window, 1) for window in dict.fromkeys(key.window or key.chunk for key in keys)]
+        return [
+            (self.cost.cost_for(key.shape), key.window or key.chunk, layers * key.shape.groups)
+            for key, layers in keys.items()
+        ]
+
     def step_costs(self, documents: StepDocuments, keys: Mapping[PlanKey, int], model: int) -> Costs:
         """What the documents of a step cost, in the unit of the profile: attention, and all else by the token. What is
         not attention is measured while training; before that, and where plans count pairs, it is taken for LINEAR_PAIRS
         a token."""
-        # Before the first forward no kind of layer is known. In chunks a row reads at most what it does in a window.
-        kinds = [
-            (self.cost.cost_for(key.shape), key.window or key.chunk, layers * key.shape.groups)
-            for key, layers in keys.items()
-        ] or [(PAIRS, None, 1)]
+        kinds = self.weights(keys) or [(PAIRS, None, 1)]  # before the first forward no kind of layer is known
         work = np.zeros(len(documents.step.length))
         for cost, window, times in kinds:
             np.add.at(work, documents.of, cost.of(documents.begin, documents.end, window) * times)

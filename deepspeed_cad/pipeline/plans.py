@@ -187,12 +187,10 @@ class StepPlans:
         self.plans.warn()
         if given is None:
             return False
-        costs = [(self.plans.cost.cost_for(kind.shape), kind) for kind in self._kinds()]
+        kinds = self.plans.weights(dict.fromkeys(self._kinds(), 1))
 
         def work(one: LocalSegments) -> float:
-            return sum(
-                float(cost.of(one.begin, one.end, kind.window).sum()) * kind.shape.groups for cost, kind in costs
-            )
+            return sum(float(cost.of(one.begin, one.end, window).sum()) * times for cost, window, times in kinds)
 
         self.order = [list(range(len(own))) for own in given]
         if self.plans.config.documents != "in_order":

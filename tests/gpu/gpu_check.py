@@ -202,7 +202,7 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
         ended.lines.append({**line, "what": last["what"], "case": last["case"]})
     if any(line["state"] == FAILED for line in ended.lines):
         tails = [(rank, Path(f"{stem}.{rank}.log").read_text(errors="replace")) for rank in range(options.ranks)]
-        ended.log = "\n".join(f"--- {launch.label}, rank {rank}\n{text[-3000:]}" for rank, text in tails)
+        ended.log = "\n".join(f"--- {launch.label}, rank {rank}\n{text[-20000:]}" for rank, text in tails)
     del store
     return ended
 

@@ -71,6 +71,10 @@ def speedups(result: Any) -> list[float]:
     return [a / b for a, b in zip(result["step_seconds"]["1f1b"], result["step_seconds"]["cad"])]
 
 
+def shares(result: Any) -> float:
+    return sum(result["step_seconds"]["kept"]) / sum(result["step_seconds"]["cad"])
+
+
 def growth(result: Any) -> list[float]:
     """Least and most milliseconds of 8 and 512 ranks, seconds of 4096."""
     found = {ranks: [row["all_ms"] for row in result["growth"] if row["ranks"] == ranks] for ranks in (8, 512, 4096)}
@@ -105,6 +109,8 @@ EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
 ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
+PIPED = "h100x4/pipeline_pp2_4r_heavy_64k_4r_b0dd75f.json"
+SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
@@ -115,6 +121,10 @@ def attention_share(result: Any) -> float:
     """Of a plain step with attention kept, in percent."""
     kept = result["modes"]["dp:kept"]
     return 100 * kept["attention_s_mean"] / sum(kept["step_seconds"])
+
+
+def state_s(result: Any) -> list[float]:
+    return [result["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]
 
 
 def state_over(result: Any) -> list[float]:
@@ -219,12 +229,15 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      "| `81c8253`, `fcc832a`, `5458279` |", SERVED, served),
     ("long-document mix, two steps | {:.2f}, {:.2f} | `7850fb0` |",
      "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json", speedups),
+    ("over the same without CAD | {:.2f}; kept {:.2f}, {:.2f} | `b0dd75f` |", (PIPED, *SHARED),
+     lambda piped, *shared: [piped["speed_over_1f1b"]["cad"], *map(shares, shared)]),
     ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
      growth),
 ]  # fmt: skip
 TUNED, TUNED_BEFORE = (f"h100x2/finetune_{commit}.json" for commit in ("19e1654", "f0d67c3"))
 HYBRID, PARTED = (f"h100x2/hybrid_long_{commit}.json" for commit in ("f6e74fe", "f0d67c3"))
+LONG = "h100x2/hybrid_long_4_layers_b0dd75f.json", "h100x4/hybrid_long_b0dd75f.json"
 DEALT, PADDED = "h100x2/dealt_chat_4_5d16fe3.json", "h100x2/dealt_chat_4_padded_b1cdf08.json"
 DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "steps": [
@@ -252,9 +265,20 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     ],
     "models": [
         ("the delta nets took {:.2f} s of a step, and {:.2f} s where each GPU had its half",
-         HYBRID, lambda r: [r["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]),
+         HYBRID, state_s),
         ("{:.2f} times as long; with heads parted {:.2f} times", (HYBRID, PARTED),
          lambda *results: [one for r in results for one in state_over(r)]),
+        ("it was {:.2f} s and {:.2f} s on two H100", LONG[0], state_s),
+        ("and {:.2f} s and {:.2f} s on four with 8 layers", LONG[1], state_s),
+        ("a step took {:.2f} s, and {:.2f} s with CAD", "h100x4/hybrid_gathered_b0dd75f.json",
+         lambda r: [r["modes"][mode]["seconds"] for mode in ("cad:gathered", "cad")]),
+    ],
+    "parallelism": [
+        ("has {:.2f} times the mean attention ran {:.2f} times as fast", SHARED[0],
+         lambda r: (r["attention_max_over_mean"][0], shares(r))),
+        ("and {:.2f} times inside [Ulysses]", SHARED[1], lambda r: (shares(r),)),
+        ("In the one where they are not it was {:.2f} times", SHARED[0],
+         lambda r: (max(a / b for a, b in zip(*(r["step_seconds"][mode] for mode in ("kept", "cad")))),)),
     ],
     "plan": [("took {:.2f} times what they take on a GPU's own rows", HYBRID, state_over)],
     "architecture": [
@@ -289,10 +313,12 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
          "h200x2/train_prolong_64k_2r_keep_81a8563.json", kept_on_host),
     ],
     "pipeline": [
-        (words, f"h200x2/pipeline_pp2_2r_{file}.json", lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))
+        (words, file, lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))
         for words, file in (
-            ("| long-document mix, two steps | 7850fb0 | {:.3f}, {:.3f} | {:.3f} |", "prolong_64k_2r_7850fb0"),
-            ("idle stages serve | 81a8563 | {:.3f} | {:.3f} |", "even_8192_81a8563"),
+            ("| long-document mix, two steps | 7850fb0 | {:.3f}, {:.3f} | {:.3f} |",
+             "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json"),
+            ("| b0dd75f | {:.3f}, {:.3f} | {:.3f} |", PIPED),
+            ("idle stages serve | 81a8563 | {:.3f} | {:.3f} |", "h200x2/pipeline_pp2_2r_even_8192_81a8563.json"),
         )
     ],
 }  # fmt: skip

@@ -15,7 +15,7 @@ from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut
 from model_cases import SMALL, meta_model
 from transformers import AutoConfig
 
-from deepspeed_cad.ahead.announced import StepMessage
+from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import State
 from deepspeed_cad.attention.layer import LayerKind
@@ -23,14 +23,15 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
-from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
 from deepspeed_cad.pipeline import engine as engines
 from deepspeed_cad.pipeline.data import read_micro_batch
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
-from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, tick_cost
+from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, key_of, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.session import Session
+from deepspeed_cad.shares import Shares
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 FULL = LayerKind(SHAPE, MaskRule(1.0), torch.bfloat16)
@@ -110,6 +111,22 @@ def test_micro_batches_stay_in_order_where_that_is_asked_for(
     ordered = [[given[m] for m in order]]
     steps = StepPlans(session.plans, [Place(0, 0)], (ProgramTick(FULL, (0,)),), lambda: ordered, Rounds(1, 2), 0)
     assert steps.known and steps.order == [found]
+
+
+def test_ranks_that_divide_heads_train_micro_batches_in_one_order(session: Session) -> None:
+    """By the heads that fell to it the first rank has less to do for the long document, the second one for the others."""
+    session.plans.gatherer.shares = Shares(np.array([[0, 1]]), 0)
+    given = [segments_from_cumulative(list(range(0, n + 1, step)), n) for n, step in ((2400, 2400), (5120, 1024))]
+    orders, works = [], []
+    for groups in ((1, 4), (4, 1)):
+        kinds = [kind._replace(shape=HeadShape(n, n, 64, 64, 2)) for kind, n in zip((FULL, WINDOW), groups)]
+        program = [ProgramTick(kind, (0,)) for kind in kinds]
+        steps = StepPlans(session.plans, [Place(0, 0)], program, lambda: [given], Rounds(1, 2), 0)
+        assert steps.known
+        orders.append(steps.order)
+        documents = to_documents([StepMessage([Announcement(one) for one in given])], padded=False)
+        works.append(session.plans.step_costs(documents, {key_of(kind): 1 for kind in kinds}, 0).work.tolist())
+    assert orders[0] == orders[1] and works[0] == works[1]
 
 
 def test_keys_cost_backward() -> None:
