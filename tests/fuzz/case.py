@@ -282,20 +282,11 @@ def _draw_forms(rng: random.Random, model: str, world: int, reserved: bool) -> t
 
 def _draw_block(rng: random.Random, ahead: bool) -> dict[str, Any]:
     choices: dict[str, list[Any]] = {
-        "overlap": ["local_first", "interleave", "none"],
-        "recompute_attention": [True],
-        "granularity": [1, 8, 16, 64],
-        "tolerance": [0.01, 0.02, 0.2],
-        "cost": ["h200", "pairs"],
-        "documents": ["deal"] if ahead else ["keep"],
-        "look_ahead": [0],
-        "check": ["off"],
-        "keep": ["host"],
-        "waves": [2, 3, 5],
-        "memory": [2e-4, 1e-3],
-        "verify": [1],
-        "links": [LINKS],
-    }
+        "overlap": ["local_first", "interleave", "none"], "recompute_attention": [True],
+        "granularity": [1, 8, 16, 64], "tolerance": [0.01, 0.02, 0.2], "cost": ["h200", "pairs"],
+        "documents": ["deal"] if ahead else ["keep"], "look_ahead": [0], "check": ["off"], "keep": ["host"],
+        "waves": [2, 3, 5], "memory": [2e-4, 1e-3], "verify": [1], "links": [LINKS],
+    }  # fmt: skip
     odds = {
         "granularity": 0.9, "tolerance": 0.8, "overlap": 0.7, "look_ahead": 0.1, "check": 0.1, "memory": 0.1,
         "verify": 0.05, "recompute_attention": 0.15, "links": 0.9,

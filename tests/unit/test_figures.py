@@ -1,4 +1,4 @@
-"""Measured figures on the pages against their raw files, and how old they are.
+"""Figures on the pages against the raw files or the scripts that they are from, and how old measured ones are.
 
 A figure that is measured is a line of `README` or `DOCS`: the words of a page with gaps, a file of benchmarks/results,
 and what fills the gaps. Between the marks of README.md every table row and every commit must be in it.
@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 
+import steps  # noqa: E402
+from long_memory import MEASURED, PAGE, Measured, foreseen  # noqa: E402
 from rivals_table import kept_seconds  # noqa: E402
 
 from deepspeed_cad.cli import main  # noqa: E402
@@ -187,8 +189,6 @@ kept_memory = partial(memory, other="ulysses:kept")
 README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("nearly even ({:.2f}, of it {:.2f} by balance)", "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
      both(over, over_kept)),
-    ("even | {:.2f} of plain, kept {:.2f} | `20d1bbb` |", "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
-     both(over, over_kept)),
     ("attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |", "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
      both(over, over_kept)),
     ("nothing to gain | kept {:.2f} | `ca692e1` |", EVEN, both(over_kept)),
@@ -227,8 +227,6 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
     ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} to {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
      "| `81c8253`, `fcc832a`, `5458279` |", SERVED, served),
-    ("long-document mix, two steps | {:.2f}, {:.2f} | `7850fb0` |",
-     "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json", speedups),
     ("over the same without CAD | {:.2f}; kept {:.2f}, {:.2f} | `b0dd75f` |", (PIPED, *SHARED),
      lambda piped, *shared: [piped["speed_over_1f1b"]["cad"], *map(shares, shared)]),
     ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
@@ -371,6 +369,32 @@ def test_what_a_whole_model_is_foreseen_to_hold(capsys: pytest.CaptureFixture[st
         out = capsys.readouterr().out
         found += [mode["peak"] / GIB for mode in json.loads(out[out.index("{") :])["modes"]]
     assert found == pytest.approx([float(one) for one in said.groups()], abs=2)
+
+
+@pytest.mark.parametrize("number", range(len(PAGE)))
+def test_the_page_on_long_documents_has_these_tables(number: int) -> None:
+    """`python benchmarks/long_memory.py --page` prints them."""
+    assert PAGE[number]() in (ROOT / "docs" / "million-tokens.md").read_text()
+
+
+@pytest.mark.parametrize("run", MEASURED)
+def test_the_arithmetic_of_long_documents_is_near_what_was_measured(run: Measured) -> None:
+    assert foreseen(run) == pytest.approx(run.peak_GiB, rel=0.07)
+
+
+DEALINGS = {
+    "chat --documents 16": "`chat`, 16",
+    "chat --documents 16 --padded": "`chat`, 16, padded",
+    "chat --documents 4 --accumulation 4 --steps 6": "`chat`, 4, in each of 4 micro-batches",
+}
+
+
+@pytest.mark.parametrize("options", DEALINGS)
+def test_what_dealing_out_gains_is_what_the_page_says(options: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["steps.py", *options.split()])
+    steps.main()
+    found = capsys.readouterr().out.splitlines()[-1].split(" | ")[1:-1]
+    assert f"| {DEALINGS[options]} | {' | '.join(found)} |\n" in (ROOT / "docs" / "steps.md").read_text()
 
 
 def test_a_figure_says_how_much_of_what_it_measures_changed_since() -> None:

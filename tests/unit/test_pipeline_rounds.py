@@ -114,7 +114,7 @@ def test_micro_batches_stay_in_order_where_that_is_asked_for(
 
 
 def test_ranks_that_divide_heads_train_micro_batches_in_one_order(session: Session) -> None:
-    """By the heads that fell to it the first rank has less to do for the long document, the second one for the others."""
+    """By the heads that fell to them the long document is lighter on the first rank, the others on the second."""
     session.plans.gatherer.shares = Shares(np.array([[0, 1]]), 0)
     given = [segments_from_cumulative(list(range(0, n + 1, step)), n) for n, step in ((2400, 2400), (5120, 1024))]
     orders, works = [], []

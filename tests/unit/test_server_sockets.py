@@ -24,18 +24,7 @@ from deepspeed_cad.server import links as links_room
 from deepspeed_cad.server import sockets
 from deepspeed_cad.server.links import ServerLink, TrainerLinks
 from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE, Leader
-from deepspeed_cad.server.sockets import (
-    GREETING,
-    HALF,
-    MOST_GUESTS,
-    Door,
-    Frame,
-    Inbox,
-    Listener,
-    connect_to,
-    encode,
-    find_interface,
-)
+from deepspeed_cad.server.sockets import Door, Frame, Inbox, Listener, encode
 
 Pair = tuple[socket.socket, socket.socket]
 HERE = "127.0.0.1:29500"
@@ -60,7 +49,7 @@ class Guests:
         return connection
 
     def trainer(self, rank: int) -> Future[socket.socket]:
-        return self.pool.submit(connect_to, rank, "server 7", self.door)
+        return self.pool.submit(sockets.connect_to, rank, "server 7", self.door)
 
     def talk(self, *trainers: Future[socket.socket]) -> None:
         found = self.accepted.result(20)
@@ -89,7 +78,7 @@ def _ended(connection: socket.socket) -> bool:
 BAD = {
     "too little": bytes(8),
     "http": b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 3,
-    "another token": random.Random(5).randbytes(GREETING),
+    "another token": random.Random(5).randbytes(sockets.GREETING),
 }
 
 
@@ -110,8 +99,8 @@ def test_a_stranger_is_dropped_with_one_line(
 def test_strangers_hold_up_no_trainer(come: Callable[..., Guests]) -> None:
     """Some send nothing, or not all, some more than is read, some go and come; trainers are through at once."""
     server = come(2)
-    silent = [server.stranger(bytes(sent)) for sent in (0, GREETING - 1) for _ in range(20)]
-    for sent in (GREETING, 1 << 16):
+    silent = [server.stranger(bytes(sent)) for sent in (0, sockets.GREETING - 1) for _ in range(20)]
+    for sent in (sockets.GREETING, 1 << 16):
         for _ in range(10):
             server.stranger(bytes(sent)).close()
     began = time.monotonic()
@@ -134,7 +123,7 @@ def test_trainers_that_do_not_come_are_named(come: Callable[..., Guests]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [(b"", "closed before all of it"), (bytes(HALF), "somebody else answers"), (None, "timed out")]
+    ("answer", "words"), [(b"", "closed before all of it"), (bytes(32), "somebody else answers"), (None, "timed out")]
 )
 def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, words: str
@@ -147,13 +136,13 @@ def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
             connection.sendall(b"x" if answer is None else answer)  # or never all that is waited for
             if answer is not None:
                 connection.shutdown(socket.SHUT_WR)
-            connection.recv(GREETING + 1, socket.MSG_WAITALL)
+            connection.recv(sockets.GREETING + 1, socket.MSG_WAITALL)
 
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         served = pool.submit(serve)
         port = stranger.getsockname()[1]
         with pytest.raises(CADPeerError, match=f"server 7 at 127.0.0.1 port {port}: .*{words}"):
-            connect_to(0, "server 7", Door("127.0.0.1", port, "00" * HALF + "ff" * HALF))
+            sockets.connect_to(0, "server 7", Door("127.0.0.1", port, "00" * sockets.HALF + "ff" * sockets.HALF))
         served.exception(10)
 
 
@@ -197,10 +186,10 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_interface_that_leads_to_the_rendezvous(network: None, targets: list[str], address: str | None) -> None:
     if address is not None:
-        assert find_interface(*targets) == (socket.AF_INET, address)
+        assert sockets.find_interface(*targets) == (socket.AF_INET, address)
         return
     with pytest.raises(CADPeerError, match=f"to {', '.join(targets)}, other than loopback: set"):
-        find_interface(*targets)
+        sockets.find_interface(*targets)
 
 
 # Frames
@@ -394,7 +383,7 @@ def test_a_stranger_has_so_much_time_and_one_of_many_no_place(
     monkeypatch.setattr(sockets, "GREET_S", 60.0)
     server = come(1)
     first = [server.stranger() for _ in range(5)]
-    for _ in range(MOST_GUESTS):
+    for _ in range(sockets.MOST_GUESTS):
         server.stranger()
     assert all(map(_ended, first))
     monkeypatch.setattr(sockets, "GREET_S", 0.1)
