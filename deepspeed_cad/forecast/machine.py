@@ -77,20 +77,12 @@ class Machine:
         times = {key: published[key] / self.published[key] for key in PUBLISHED}
         collective, packing = self.collective * times["nvlink"], self.packing / times["bandwidth"]
         return dataclasses.replace(
-            self,
-            name=name,
-            matrix_flops=self.matrix_flops * times["flops"],
-            memory_rate=self.memory_rate * times["bandwidth"],
-            memory=self.memory * times["memory"],
-            copies=self.copies * times["nvlink"],
-            all_to_all=1.0 / (1.0 / collective + packing),
-            collective=collective,
-            between=self.between * times["port"],
-            published=published,
-            sources=sources,
+            self, name=name, like=self.name, published=published, sources=sources, collective=collective,
+            matrix_flops=self.matrix_flops * times["flops"], memory_rate=self.memory_rate * times["bandwidth"],
+            memory=self.memory * times["memory"], copies=self.copies * times["nvlink"],
+            all_to_all=1.0 / (1.0 / collective + packing), between=self.between * times["port"],
             attention=self.attention / times["attention"],
-            like=self.name,
-        )
+        )  # fmt: skip
 
     def with_links(self, inside: float | None, between: float | None) -> Machine:
         """The same GPUs on other links, bytes a second; None: as measured.

@@ -70,18 +70,11 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
         tokens = most if stages > 1 else float(layout.tokens.max())
         peak = max(peak, held + activation_bytes(setting, tokens, in_flight, kept=True))
     ran, *parts = map(float, np.sum(met, 0))
+    trained = float(sum(layout.tokens.sum() for layout in step))
     return compose(
-        setting,
-        "cad",
-        ran,
-        Seconds(*parts),
-        len(step),
-        float(sum(layout.tokens.sum() for layout in step)),
-        moved / setting.seats,
-        peak=peak + state_bytes(setting, setting.seats),
-        variant=variant,
-        plans=(plans[min(stages, len(step)) - 1],),
-    )
+        setting, "cad", ran, Seconds(*parts), len(step), trained, moved / setting.seats, variant=variant,
+        peak=peak + state_bytes(setting, setting.seats), plans=(plans[min(stages, len(step)) - 1],),
+    )  # fmt: skip
 
 
 def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
@@ -156,15 +149,9 @@ def _one_layer(setting: Setting) -> Floats:
 def question(setting: Setting, tick: Tick, base_load: Floats | None = None, waves: tuple[int, ...] = (1,)) -> PlanInput:
     """What the planner is asked in training."""
     return PlanInput(
-        tick,
-        setting.shape,
-        _planned_cost(setting),
-        tolerance=setting.tolerance,
-        base_load=base_load,
-        hosts=setting.hosts,
-        waves=waves,
-        backward=not setting.forward_only,
-    )
+        tick, setting.shape, _planned_cost(setting), tolerance=setting.tolerance, base_load=base_load,
+        hosts=setting.hosts, waves=waves, backward=not setting.forward_only,
+    )  # fmt: skip
 
 
 def _planned_cost(setting: Setting) -> CostModel:
@@ -193,18 +180,11 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in flows)
         peak = max(peak, held + activation_bytes(setting, float(tokens.max()), kept=True, waiting=waiting))
     ran, *parts = map(float, np.sum(met, 0))
+    moved *= setting.attending / setting.seats
     return compose(
-        setting,
-        "cad reserved",
-        ran,
-        Seconds(*parts),
-        len(step),
-        trained,
-        moved * (setting.attending / setting.seats),
-        holders=trainers,
-        peak=peak + state_bytes(setting, trainers),
-        degree=servers,
-    )
+        setting, "cad reserved", ran, Seconds(*parts), len(step), trained, moved, holders=trainers,
+        peak=peak + state_bytes(setting, trainers), degree=servers,
+    )  # fmt: skip
 
 
 def _alternate(setting: Setting, rows: Layout, trainers: int) -> tuple[float, float, Floats, list[Flows], float]:

@@ -117,16 +117,9 @@ def one_forward_one_backward(each: Floats, stages: int, last: Floats | float = 0
 
 
 def compose(
-    setting: Setting,
-    mode: str,
-    ran: float,
-    mean: Seconds,
-    passes: int,
-    tokens: float,
-    moved: Floats,
-    holders: int | None = None,
-    **figures: Any,
-) -> Foreseen:
+    setting: Setting, mode: str, ran: float, mean: Seconds, passes: int, tokens: float, moved: Floats,
+    holders: int | None = None, **figures: Any,
+) -> Foreseen:  # fmt: skip
     """A step of micro-batches that took `ran` seconds, of which the mean rank worked as `mean` says, which has no
     weights, optimizer and waiting.
 

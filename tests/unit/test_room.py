@@ -16,19 +16,8 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.profiles import Profile
 from deepspeed_cad.profiles.profile import SHIPPED
-from deepspeed_cad.schedule import build_slices
-from deepspeed_cad.schedule.waves import (
-    BACK,
-    HEADROOM,
-    LONGER,
-    Cut,
-    Room,
-    room_needed,
-    split_tasks,
-    stretch,
-    waves_within,
-    with_headroom,
-)
+from deepspeed_cad.schedule import build_slices, waves
+from deepspeed_cad.schedule.waves import Cut, Room, room_needed, waves_within, with_headroom
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
@@ -36,7 +25,7 @@ LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
 
 
 def needed(tasks: np.ndarray, cut: Cut, room: Room, layout: Layout = LONG) -> float:
-    parts = [build_slices(layout.tick(), part) for part in split_tasks(layout.tick(), tasks, None, cut)]
+    parts = [build_slices(layout.tick(), part) for part in waves.split_tasks(layout.tick(), tasks, None, cut)]
     return room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])[0]
 
 
@@ -53,7 +42,7 @@ def tasks() -> np.ndarray:
 
 def test_headroom_is_what_the_limit_leaves() -> None:
     room = Room(1000, (10, 100), (1, 1))
-    assert with_headroom(room, 500).headroom == with_headroom(room, 0).headroom == HEADROOM
+    assert with_headroom(room, 500).headroom == with_headroom(room, 0).headroom == waves.HEADROOM
     assert with_headroom(room, 900).headroom == 1000 / 900 and with_headroom(room, 1000).headroom == 1
     assert with_headroom(room, 1001).headroom == 1, "who asks regardless gets what is needed"
 
@@ -91,11 +80,11 @@ def test_ranks_hardly_hold_each_other_up(tasks: np.ndarray) -> None:
     tick, room = LONG.tick(), ExchangeMemory(4.4 * 2**30, "a test").room(SHAPE)
 
     def longer(cut: Cut) -> float:
-        return stretch(tick, split_tasks(tick, tasks, None, cut), None)
+        return waves.stretch(tick, waves.split_tasks(tick, tasks, None, cut), None)
 
     assert longer(Cut()) == 1 and longer(Cut(8)) > 1.15 and needed(tasks, Cut(8), room) < room.limit
     found = waves_within(tick, tasks, 1, 8, None, Cut(), room).cut
-    assert longer(found) <= LONGER and needed(tasks, found, room) <= room.limit
+    assert longer(found) <= waves.LONGER and needed(tasks, found, room) <= room.limit
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
@@ -145,10 +134,10 @@ def test_waves_become_smaller_where_a_rank_has_less_memory_than_was_thought(task
     memory = ExchangeMemory(100 * 2**30, "a test", needed=heard.append, lacked=lacked.append)
     again, transport = cut_again(memory, tasks), Landing(5.5 * 2**30)
     found = memory.make_room(transport, again(), SHAPE, 0, again, lambda room: told.append(len(transport.asked)))  # type: ignore[arg-type]
-    assert len(found) > BACK and transport.asked[-1] <= transport.has < transport.asked[-2]
+    assert len(found) > waves.BACK and transport.asked[-1] <= transport.has < transport.asked[-2]
     assert heard == transport.asked[-1:] and told == list(range(len(transport.asked)))
     # The first try, without a limit, had all of the headroom.
-    assert lacked[0] == pytest.approx(SMALLER * transport.asked[0] / HEADROOM) and memory.limit == lacked[-1]
+    assert lacked[0] == pytest.approx(SMALLER * transport.asked[0] / waves.HEADROOM) and memory.limit == lacked[-1]
     assert transport.asked[-1] <= memory.limit + 1
 
 

@@ -19,21 +19,11 @@ from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.request import VARIABLE, Request
+from deepspeed_cad.server import meeting as meetings
 from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, take_role
 from deepspeed_cad.server.links import ServerLink
-from deepspeed_cad.server.meeting import (
-    Abandoned,
-    Hello,
-    Members,
-    Rendezvous,
-    look_for_end,
-    offer_places,
-    open_board,
-    take_place,
-    wait_to_be_asked_in,
-    why_not_change,
-)
+from deepspeed_cad.server.meeting import Hello, Rendezvous, open_board, take_place
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
 from deepspeed_cad.server.sockets import Listener
 from deepspeed_cad.version import __version__ as OURS
@@ -93,7 +83,7 @@ def test_two_launches_at_one_rendezvous(place: str) -> None:
         Rendezvous(Split(2, 1, 2, place), 20.0).claim()
 
 
-@pytest.mark.parametrize(("reason", "kind"), [("", Abandoned), ("ValueError: no data", CADPeerError)])
+@pytest.mark.parametrize(("reason", "kind"), [("", meetings.Abandoned), ("ValueError: no data", CADPeerError)])
 def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
     Rendezvous(Split(2, 1, 0, place), 20.0).leave(reason)
     with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD.*{reason}"):
@@ -105,7 +95,7 @@ def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, k
 
 def _offer(place: str, **changes: Any) -> None:
     role = Split(2, 1, 0, place)
-    offer_places(Rendezvous(role, 20.0), replace(Hello.of(role, JOINED), **changes))
+    meetings.offer_places(Rendezvous(role, 20.0), replace(Hello.of(role, JOINED), **changes))
 
 
 def test_a_joined_server_takes_its_place(place: str) -> None:
@@ -210,10 +200,10 @@ class Job:
 
         def live() -> dict[int, socket.socket]:
             board = open_board(meeting, True)
-            wait_to_be_asked_in(board)
+            meetings.wait_to_be_asked_in(board)
             listener = Listener(number, self.place)
             meeting.open_door(listener.door)
-            return listener.accept(1, CHANGES.timeout_s, lambda: look_for_end(board))
+            return listener.accept(1, CHANGES.timeout_s, lambda: meetings.look_for_end(board))
 
         return self.pool.submit(live)
 
@@ -237,7 +227,7 @@ def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(
     assert job.servers._let_in(0) == 2
     assert "came and did not listen within 0.3 s" in job.link.gone[2]
     with pytest.raises(CADPeerError, match="the trainers go on without it: server 2 on .* did not listen"):
-        look_for_end(open_board(dead, True))
+        meetings.look_for_end(open_board(dead, True))
     monkeypatch.setattr(room, "CONNECT_S", 20.0)
     assert job.servers._let_in(1) == 3
     assert list(lives.result(20)) == [0] and list(job.link.gone) == [2]
@@ -255,7 +245,7 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
     if asked:
         job.link.liveness.store.set("asked/2", "now")
     job.link.leave("")
-    with pytest.raises(Abandoned, match="the training ended before it came to a step"):
+    with pytest.raises(meetings.Abandoned, match="the training ended before it came to a step"):
         waits.result(20)
 
 
@@ -271,7 +261,7 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
 )
 def test_where_servers_may_change(policy: str, device: str, transport: str, refused: str) -> None:
     config = CADConfig(servers={"reserved": 1}, on_server_failure=policy, transport=transport)
-    found = why_not_change(config, torch.device(device))
+    found = meetings.why_not_change(config, torch.device(device))
     assert refused in found and bool(refused) == bool(found)
 
 
@@ -297,5 +287,5 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
     ],
 )
 def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: list[float]) -> None:
-    found = speeds_of(Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
+    found = speeds_of(meetings.Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
     assert found.tolist() == expected
