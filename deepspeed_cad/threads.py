@@ -5,7 +5,6 @@ C++ then, in a rendezvous with a rank that died for one, comes back to an interp
 """
 
 import atexit
-import ctypes
 import functools
 import logging
 import threading
@@ -49,23 +48,6 @@ def run_aside(name: str, make: Callable[[], Result], device: torch.device | None
 
     start_daemon(name, run, device)
     return made
-
-
-def is_over(event: torch.cuda.Event) -> bool:
-    """`event.query()` with the interpreter's lock released. torch keeps it: where the driver holds the call back, no
-    thread of Python could run."""
-    code = _cuda_driver().cuEventQuery(ctypes.c_void_p(event.cuda_event))
-    if code not in (0, _NOT_READY):
-        raise RuntimeError(f"cuEventQuery failed with CUDA error {code}")
-    return code == 0
-
-
-_NOT_READY = 600
-
-
-@functools.cache
-def _cuda_driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache

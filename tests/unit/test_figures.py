@@ -272,10 +272,10 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
          lambda r: [r["modes"][mode]["seconds"] for mode in ("cad:gathered", "cad")]),
     ],
     "parallelism": [
-        ("has {:.2f} times the mean attention ran {:.2f} times as fast", SHARED[0],
-         lambda r: (r["attention_max_over_mean"][0], shares(r))),
+        ("six steps ran {:.2f} times as fast", SHARED[0], lambda r: (shares(r),)),
+        ("busier replica has {:.2f} times the mean", SHARED[0], lambda r: (r["attention_max_over_mean"][0],)),
         ("and {:.2f} times inside [Ulysses]", SHARED[1], lambda r: (shares(r),)),
-        ("In the one where they are not it was {:.2f} times", SHARED[0],
+        ("In the most uneven step it was {:.2f} times", SHARED[0],
          lambda r: (max(a / b for a, b in zip(*(r["step_seconds"][mode] for mode in ("kept", "cad")))),)),
     ],
     "plan": [("took {:.2f} times what they take on a GPU's own rows", HYBRID, state_over)],

@@ -1,6 +1,5 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -46,7 +45,7 @@ class Watched:
     def at(self, *seconds: float) -> int:
         """Look at these times; how often it gave up so far."""
         for self.now in seconds:
-            self.dog._ask(self.now)
+            self.dog._pop()
             self.dog._look(self.now)
         return len(self.gave_up)
 
@@ -73,10 +72,10 @@ def test_the_watchdogs_thread_has_ended_when_it_is_closed(monkeypatch: pytest.Mo
     monkeypatch.setattr(watchdog, "start_daemon", start_daemon)
     dog = Watched(300.0).dog
     dog.track(FakeEvent(False), FakeEvent(False), "exchange 1")
-    first, second = dog._threads
-    assert first.is_alive() and second.is_alive()
+    thread = dog._thread
+    assert thread is not None and thread.is_alive()
     dog.close()
-    assert not first.is_alive() and not second.is_alive()
+    assert not thread.is_alive()
 
 
 def test_a_wait_that_does_not_end_is_reported() -> None:
@@ -131,23 +130,6 @@ def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(threads: S
     wait.done = True
     watched.at(13, 11 + LAST_S + 0.1)
     assert "could not be freed" in watched.ended[0] and watched.dog._given_up == 1
-
-
-def test_a_driver_that_does_not_answer_is_a_wait_of_the_oldest_exchange() -> None:
-    """As while a kernel that is launched for the first time waits for a GPU that waits for a rank that is gone."""
-    watched, asked, answers = Watched(10.0), threading.Event(), threading.Event()
-    stands: Any = SimpleNamespace(query=lambda: asked.set() or answers.wait(60))
-    watched.dog.track(FakeEvent(False), stands, "exchange 1")
-    asks = threading.Thread(target=watched.dog._ask, args=(0.0,), daemon=True)
-    asks.start()
-    assert asked.wait(60)
-    for watched.now in (9.0, 11.0, *(11.0 + one * 1.1 * AGAIN_S for one in range(1, AGAIN)), 20.0 + LAST_S):
-        watched.dog._look(watched.now)
-        assert bool(watched.gave_up) == (watched.now > 10)
-    assert len(watched.gave_up) == AGAIN and "rank 0 waited for exchange 1" in watched.ended[0]
-    answers.set()
-    asks.join()
-    assert not any(watched.dog._standing(99.0))
 
 
 def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died() -> None:

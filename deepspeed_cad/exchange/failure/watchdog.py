@@ -1,5 +1,5 @@
-"""Notices exchanges that do not end, and those that are not the same on all ranks: one thread asks the GPU a few times
-per second, another looks at what it found, and at how long it has had no answer.
+"""Notices exchanges that do not end, and those that are not the same on all ranks: a thread that looks a few times
+per second.
 
 In: the events before and after each wait on a CUDA stream, what arrives with it, and calls in which the host may
 wait. A wait that its stream has reached and not left for `timeout_s` is stuck: a peer died or hangs. Out: the alarm,
@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import LOST, Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison, Identity
 from deepspeed_cad.exchange.failure.patience import LOOK_S
-from deepspeed_cad.threads import is_over, run_aside, start_daemon
+from deepspeed_cad.threads import run_aside, start_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -120,17 +119,14 @@ class Watchdog:
         self._waits: deque[_Wait] = deque()
         self._host: tuple[object, float] | None = None
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._given_up, self._gave_up_at, self._looked_at = 0, 0.0, 0.0
         self.freed = False
         """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
         self._lost_since: float | None = None
         self._freeing: list[Future[None]] = []
-        self._reached: tuple[_Wait, float] | None = None
-        """The oldest wait, where its stream has reached it, and when that was seen."""
-        self._asked: tuple[_Wait, float] | None = None
-        """The oldest wait when the driver was asked, and since when there is no answer."""
-        self._differs = ""
+        self._reached: tuple[torch.cuda.Event, float] | None = None
+        """What is before the oldest wait that its stream has reached, and when that was seen."""
 
     def track(
         self, before: torch.cuda.Event, after: torch.cuda.Event, label: object, then: Callable[[], None] | None = None
@@ -170,9 +166,8 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching; CADPeerError if what arrived last came from another exchange. Nothing is under way."""
         self._stop.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
         wait(self._freeing, timeout=5.0)
         if self.alarm.sounded or self.comparison is None:
             return
@@ -185,33 +180,21 @@ class Watchdog:
         self._stop.set()
 
     def _start(self) -> None:
-        if not self._threads:
-            self._threads.append(start_daemon("watchdog", partial(self._repeat, self._look), None))
-            self._threads.append(start_daemon("asks the GPU", partial(self._repeat, self._ask), self.device))
+        if self._thread is None:
+            self._thread = start_daemon("watchdog", self._run, self.device)
 
-    def _repeat(self, act: Callable[[float], None]) -> None:
+    def _run(self) -> None:
         pause = min(max(self.alarm.timeout_s / 20, 0.02), PAUSE_S)
         try:
             while not self._stop.wait(pause):
-                act(time.monotonic())
+                if not self._frees():  # the driver may let no call through
+                    self._pop()
+                self._look(time.monotonic())
         except RuntimeError as error:
-            self._stop.set()
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
 
-    def _ask(self, now: float) -> None:
-        """On a thread of its own: the driver may hold calls back, as it does while a kernel that is launched for the
-        first time waits for the GPU to be idle."""
-        self._asked = (self._waits[0], now) if self._waits else None
-        self._pop()
-        self._differs = self._differs or (self.comparison.look() if self.comparison else "")
-        if not self._waits or not is_over((oldest := self._waits[0]).before):
-            self._reached = None
-        elif self._reached is None or self._reached[0] is not oldest:
-            self._reached = (oldest, now)
-        self._asked = None
-
     def _pop(self) -> None:
-        while self._waits and is_over(self._waits[0].after):
+        while self._waits and self._waits[0].after.query():
             wait = self._waits.popleft()
             if wait.then is not None:
                 wait.then()
@@ -225,7 +208,7 @@ class Watchdog:
             return self._free_host(now)
         asks = bool(self._waits or self._host) and now - self._looked_at > LOOK_S
         self._looked_at = now if asks else self._looked_at
-        if found := self._differs or (asks and board.stopped()):
+        if found := (self.comparison and self.comparison.look()) or (asks and board.stopped()):
             alarm.stop(found)
             return self._let_go(now)
         for label, since in self._standing(now):
@@ -245,10 +228,10 @@ class Watchdog:
     def _standing(self, now: float) -> Iterator[tuple[object, float]]:
         if (host := self._host) is not None:
             yield host
-        if (reached := self._reached) is not None:
-            yield reached[0].label, reached[1]
-        if (asked := self._asked) is not None and now - asked[1] > VAIN_S:
-            yield asked[0].label, asked[1]
+        if self._waits and (oldest := self._waits[0]).before.query():
+            if self._reached is None or self._reached[0] is not oldest.before:
+                self._reached = (oldest.before, now)
+            yield oldest.label, self._reached[1]
 
     def _free(self) -> None:
         """Not on this thread: it must be there to end the process where the driver lets no call through. And side by
@@ -274,7 +257,8 @@ class Watchdog:
             self._given_up, self._gave_up_at = self._given_up + 1, now
             self._free()
         elif not self.alarm.told and now - self._gave_up_at > LAST_S:
-            if not (self._frees() or any(self._standing(now))):  # what was to end a wait may not come back
+            stands = self._host is not None or self._frees()  # or what was to end a wait does not come back
+            if not (stands or (self._waits and self._waits[0].before.query() and not self._waits[0].after.query())):
                 return
             what = "The GPU" if self._host is None else "The training thread"
             self.end_process(f"{self.alarm.why()}. {what} could not be freed from its wait, so this process ends")
