@@ -31,8 +31,8 @@ COPIES = 1.0 + 2.0 * HEADROOM
 and back. In waves it would be less."""
 WAIT, PARTED = 0.098, 0.72
 """More time of layers that carry state, as shares of their own, where it is handed on, for each piece of the longest
-document but its first, and where heads part: measured with two pieces (benchmarks/results/h100x2/hybrid_long_*.json),
-taken to hold for more."""
+document but its first, and where heads part: measured with two pieces (benchmarks/results/h100x2/hybrid_long_*.json).
+With four the step took as much longer (docs/models.md)."""
 
 
 def seconds(cost: CostModel, begin: npt.ArrayLike, end: npt.ArrayLike) -> Floats:

@@ -290,6 +290,8 @@ def test_the_default_file_is_the_one_that_auto_finds(
     assert "torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile" in capsys.readouterr().out
     found = choose_profile("auto", CPU)
     assert found == Profile.load(tmp_path / ".cache" / "deepspeed_cad" / "profile.json")
+    (cost,) = found.entries
+    assert (cost.pair, cost.row, cost.key, cost.task) == pytest.approx(TRUE, rel=1e-3)
     assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit
 
 

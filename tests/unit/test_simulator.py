@@ -102,6 +102,12 @@ def test_layers_that_carry_state_wait_for_the_ranks_before(ranks: int, more: flo
     assert short is not None and short.late == 0, "a short convolution hands no state on"
 
 
+def test_a_pass_that_is_a_forward_alone_is_planned_as_one() -> None:
+    asked, whole = (modes_cad.question(setting(forward_only=only), UNEVEN.tick()) for only in (True, False))
+    assert (asked.backward, whole.backward) == (False, True)
+    assert asked.cost.key == 0 < asked.cost.pair < whole.cost.pair == COST.pair
+
+
 # Exchanges
 
 
