@@ -33,6 +33,7 @@ KINDS = (
     "fsdp2_*.json",
     "hosts_*.json",
     "pipeline_*.json",
+    "shares_*.json",
     "servers_*.json",
     "reserved_*.json",
     "in-place_*.json",
@@ -202,7 +203,9 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
     return Setting(
         model,
         Cluster(ranks, per_host, figures, collective_between=collective),
-        Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(seat_shape(model, 1)),
+        Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(
+            seat_shape(model, more.get("tensor", 1) * more.get("sequence", 1))
+        ),
         checkpointing=not sizes.get("no_checkpointing"),
         **more,
     )
@@ -215,6 +218,8 @@ def read_run(path: Path) -> Run:
     machine = result.get("machine")
     commit = result.get("commit") or (machine.get("commit") if isinstance(machine, dict) else "")
     try:
+        if "divides" in result.get("settings", {}):
+            return Run(name, _read_shares(result), commit=commit)
         if "stages" in result:
             return Run(name, _read_pipeline(result), commit=commit)
         if "trainers" in result:
@@ -223,6 +228,25 @@ def read_run(path: Path) -> Run:
     except (ValueError, KeyError) as error:
         said = f"the file lacks {error}" if isinstance(error, KeyError) else str(error)
         return Run(name, (), why_not=said)
+
+
+def _read_shares(result: dict[str, Any]) -> list[Mode]:
+    """shares_step.py: a row for each replica, and no optimizer."""
+    sizes = {key: int(value) for key, value in result["settings"].items() if value.isdigit()}
+    found = find_layouts(result, len(result["step_seconds"]["cad"]))
+    if isinstance(found, str):
+        raise ValueError(found)
+    divides = {"tensor": "tensor", "ulysses": "sequence"}[result["settings"]["divides"]]
+    ranks = result["machine"]["ranks"]
+    setting = make_setting(
+        result["machine"]["device"], ranks, sizes, result, optimizer=False, **{divides: sizes["shares"]}
+    )
+    ways = {"kept": partial(modes.plain, kept=True), "cad": modes_cad.in_place}
+    steps = [[layout] for layout in found[0]]
+    return [
+        Mode(name, partial(ways[name], setting), steps, sum(seconds))
+        for name, seconds in result["step_seconds"].items()
+    ]
 
 
 def _read_training(result: dict[str, Any]) -> list[Mode]:
