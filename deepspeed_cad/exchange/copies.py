@@ -129,10 +129,15 @@ def near_part(schedule: Schedule, members: Ints) -> Schedule:
         return chosen
 
     return replace(
-        schedule, rank=int(np.searchsorted(members, schedule.rank)), ranks=len(members),
-        sends=among(schedule.sends), receives=among(schedule.receives), own=among(schedule.own),
-        served_rows=schedule.served_rows[members], landed_rows=schedule.landed_rows[members],
-    )  # fmt: skip
+        schedule,
+        rank=int(np.searchsorted(members, schedule.rank)),
+        ranks=len(members),
+        sends=among(schedule.sends),
+        receives=among(schedule.receives),
+        own=among(schedule.own),
+        served_rows=schedule.served_rows[members],
+        landed_rows=schedule.landed_rows[members],
+    )
 
 
 def far_part(schedule: Schedule, members: Ints, kind: int) -> FarPart:
