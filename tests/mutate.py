@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed, other mutants")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
     parser.add_argument("--tests-seconds", type=float, default=900.0, help="of tests for one mutant; later is a kill")
+    parser.add_argument("--unit", action="store_true", help="unit tests alone")
     parser.add_argument("--again", action="store_true", help="try those again that were not killed")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
     args = parser.parse_args()
@@ -187,7 +188,8 @@ def main() -> None:
         elif time.monotonic() - started > args.seconds:
             continue
         else:
-            found = try_mutant(mutant, tests_for(mutant.path), copy, args.tests_seconds)
+            tests = [one for one in tests_for(mutant.path) if not args.unit or "/unit/" in one]
+            found = try_mutant(mutant, tests, copy, args.tests_seconds)
             if found["result"] != "killed":
                 print(f"{found['result']}: {mutant.name} (line {mutant.line}, {found['seconds']:.0f} s)", flush=True)
         facts = {"room": room_of(mutant.path), "line": mutant.line, "operator": mutant.operator, "digest": digest}

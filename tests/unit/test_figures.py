@@ -131,7 +131,7 @@ def state_s(result: Any) -> list[float]:
 
 
 def state_over(result: Any) -> list[float]:
-    return [result["modes"]["cad"]["state_s"] / result["modes"]["dp:kept"]["state_s"]]
+    return [state_s(result)[0] / state_s(result)[1]]
 
 
 def exposed(result: Any, mode: str = "cad", of: str = "mean") -> float:
@@ -228,8 +228,8 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
     ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} to {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
      "| `81c8253`, `fcc832a`, `5458279` |", SERVED, served),
-    ("over the same without CAD | {:.2f}; kept {:.2f}, {:.2f} | `b0dd75f` |", (PIPED, *SHARED),
-     lambda piped, *shared: [piped["speed_over_1f1b"]["cad"], *map(shares, shared)]),
+    ("over DeepSpeed's 1F1B, two steps | {:.2f} | `b0dd75f` |", PIPED, lambda r: (r["speed_over_1f1b"]["cad"],)),
+    ("tensor parallelism; Ulysses | kept {:.2f}; kept {:.2f} | `b0dd75f` |", SHARED, both(shares)),
     ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
      growth),
@@ -263,17 +263,18 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         ("after a resume differed by {:.4f} in 50 steps", TUNED_BEFORE, lambda r: (r["resumed_differs_by"],)),
     ],
     "models": [
-        ("the delta nets took {:.2f} s of a step, and {:.2f} s where each GPU had its half",
-         HYBRID, state_s),
-        ("{:.2f} times as long; with heads parted {:.2f} times", (HYBRID, PARTED),
-         lambda *results: [one for r in results for one in state_over(r)]),
-        ("it was {:.2f} s and {:.2f} s on two H100", LONG[0], state_s),
-        ("and {:.2f} s and {:.2f} s on four with 8 layers", LONG[1], state_s),
-        ("On four the step took {:.2f} s more than its parts without waiting", LONG[1], lambda r: (
+        *(
+            (f"| {words} | {{:.2f}} | {{:.2f}} | {{:.2f}} |", file, lambda r: [*state_s(r), *state_over(r)])
+            for words, file in (
+                ("131,072 tokens on two H100 | 8", HYBRID), ("the same with heads parted | 8", PARTED),
+                ("262,144 tokens on two H100 | 4", LONG[0]), ("262,144 tokens on four H100 | 8", LONG[1]),
+            )
+        ),
+        ("on four the step took {:.2f} s more than", LONG[1], lambda r: (
             r["modes"]["cad"]["seconds"] - sum(r["modes"]["bound_qkv"]["step_seconds"])
             - r["modes"]["cad"]["attention_s_mean"],)),
-        ("the same for each piece, says {:.2f} s.", LONG[1], lambda r: (3 * WAIT * r["modes"]["dp:kept"]["state_s"],)),
-        ("a step took {:.2f} s, and {:.2f} s with CAD", "h100x4/hybrid_gathered_b0dd75f.json",
+        ("the same for each piece, and says {:.2f} s.", LONG[1], lambda r: (3 * WAIT * state_s(r)[1],)),
+        ("on four H100 took {:.2f} s, and {:.2f} s with CAD", "h100x4/hybrid_gathered_b0dd75f.json",
          lambda r: [r["modes"][mode]["seconds"] for mode in ("cad:gathered", "cad")]),
     ],
     "parallelism": [
