@@ -1,7 +1,6 @@
 """The process groups of a session: over which its trainers gather, and over which ranks of a CAD group exchange.
 
-In: the configuration, and torch.distributed as the script set it up. Out: `Groups`, and costs to plan with. Opening is
-collective.
+In: the configuration, and torch.distributed as the script set it up. Out: `Groups`, and costs. Opening is collective.
 """
 
 import socket

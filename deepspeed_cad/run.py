@@ -84,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_request(text: str | None, path: str | None, default: str = "-m deepspeed_cad.run") -> Request:
     """What is asked for by `--cad TEXT`, by `--cad_config PATH`, or by neither, and by the environment.
 
-    `default`: who asks where neither flag is given. Raises CADConfigError where it cannot be read, or where two sources
-    disagree."""
+    `default`: who asks where neither flag is given. Raises CADConfigError where it is unreadable, or two disagree."""
     surrounding = read_environment()
     if path is not None:
         request = Request(CADConfig.load(path), f"--cad_config {path}")

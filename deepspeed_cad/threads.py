@@ -5,6 +5,7 @@ C++ then, in a rendezvous with a rank that died for one, comes back to an interp
 """
 
 import atexit
+import ctypes
 import functools
 import logging
 import threading
@@ -29,6 +30,10 @@ def start_daemon(name: str, run: Callable[[], None], device: torch.device | None
         if device is not None and device.type == "cuda":
             # A new thread is on GPU 0: to ask about an event there would make a context on it, for every rank.
             torch.cuda.set_device(device)
+            if torch.version.hip is None:
+                # That leaves a thread on GPU 0 as it is, and the driver wants a context.
+                _cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context := ctypes.c_void_p()), device.index or 0)
+                _cuda_driver().cuCtxSetCurrent(context)
         run()
 
     thread = threading.Thread(target=on_device, name=f"deepspeed_cad {name}", daemon=True)
@@ -48,6 +53,25 @@ def run_aside(name: str, make: Callable[[], Result], device: torch.device | None
 
     start_daemon(name, run, device)
     return made
+
+
+def is_over(event: torch.cuda.Event) -> bool:
+    """`event.query()` with the interpreter's lock released. torch keeps it: where the driver holds the call back, no
+    thread of Python could run. Raises RuntimeError as it does."""
+    if torch.version.hip is not None:
+        return event.query()
+    code = _cuda_driver().cuEventQuery(ctypes.c_void_p(event.cuda_event))
+    if code not in (0, _NOT_READY):
+        raise RuntimeError(f"cuEventQuery failed with error {code}")
+    return code == 0
+
+
+_NOT_READY = 600
+
+
+@functools.cache
+def _cuda_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache

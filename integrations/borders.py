@@ -65,8 +65,7 @@ take: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] = _Take.apply
 
 def find_borders(local: LocalSegments, batch: int, width: int) -> Ints:
     """[pieces + 1] rows of the flattened batch at which state begins anew, and the end. Every batch row begins anew and
-    every document does. Padding behind a document goes on with its state, as in the model itself; nobody reads it
-    after."""
+    every document does. Padding behind a document goes on with its state, as in the model itself; nobody reads it."""
     begin = local.offset[local.end > local.begin]
     return np.unique(np.concatenate([np.arange(batch + 1, dtype=np.int64) * width, begin]))
 

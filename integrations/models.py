@@ -68,8 +68,7 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 
 def has_cad(model: PreTrainedModel, must: bool) -> bool:
-    """Whether a model can have CAD. If it must, `refuse_model` raises; else a warning says that it keeps its
-    attention."""
+    """Whether a model can have CAD. If it must, `refuse_model` raises; else a warning says that it has none."""
     try:
         refuse_model(model)
     except CADUnsupportedError as error:

@@ -156,8 +156,7 @@ class Part(torch.nn.Module):
         return around(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state, positions
 
     def _apply(self, fn: Any, recurse: bool = True) -> Part:
-        """What surrounds the layer moves along to another device, but stays in its type: rotary frequencies in bf16
-        would be wrong."""
+        """What surrounds the layer moves to another device too, but keeps its type: rotary frequencies need fp32."""
         super()._apply(fn, recurse)
         around: torch.nn.Module = self.__dict__["_around"]
         for name, module in around.named_children():

@@ -1,6 +1,4 @@
-"""What reaches a model on the GPU against what its loader announced, its mask as models expect it, and batches without
-tokens.
-"""
+"""What reaches a model on the GPU against what its loader announced; masks as models want them; empty batches."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -325,8 +325,7 @@ class Binding:
 
 
 def _hook(binding: Binding, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook on the bound model or decoder. A copy of it (a DPO reference) carries the hook along, which does nothing
-    there."""
+    """A hook on the bound model or decoder. On a copy of it (a DPO reference) the hook does nothing."""
 
     @torch.compiler.disable
     def hook(module: torch.nn.Module, *given: Any) -> Any:

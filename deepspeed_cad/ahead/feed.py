@@ -326,8 +326,7 @@ class Feed:
         return self.gatherer.gather(subject, payload, state=state, model=self.fingerprint)
 
     def gather_lengths(self, epoch: int, index: int, mine: Announcement) -> list[Announcement]:
-        """What all ranks announced as this micro-batch; raises EpochOverError where the loader of one had ended. On the
-        look-ahead thread."""
+        """On the look-ahead thread: what all ranks announced. Raises EpochOverError where a loader had ended."""
         self._refuse_ended(epoch)
         said = self._gather(Subject(What.LENGTHS, self.number, epoch, index), mine.to_array())
         self._note_end(said, epoch, index)

@@ -147,8 +147,7 @@ class Plans:
             micro_batch.plan_again(crew.generation, layout, ticks, planner, crew.transport, orders)
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
-        """A micro-batch that this rank attends alone, such as one of evaluation. Raises CADDataError where documents
-        span ranks."""
+        """A micro-batch that a rank attends alone, as in evaluation. Raises CADDataError where documents span ranks."""
         inside = local.begin[local.begin > 0]
         if len(inside):
             raise CADDataError(

@@ -80,8 +80,7 @@ class Kept:
 
 
 class HeldByAutograd(NamedTuple):
-    """What is left where others hold the tensors of `Kept`: autograd, so that checkpointing frees and recomputes them,
-    or host memory."""
+    """What is left where others hold the tensors of `Kept`: autograd, for checkpointing to free, or host memory."""
 
     sinks_H: Tensor | None
     version: int

@@ -315,8 +315,7 @@ class MaskDescriptor:
         )  # fmt: skip
 
     def _in_turn(self, layer: LayerInput) -> Tensor:
-        """O [T, H, V] of both nano-batches, one after the other: they were planned before it was known that they
-        cannot alternate."""
+        """O [T, H, V] of both nano-batches, one after the other: that they cannot alternate came out later."""
         rows = [self.micro_batch.rows(nano_batch) for nano_batch in (0, 1)]
         if layer.q_THD.shape[0] != sum(rows):
             raise CADError(f"{layer.label} got {layer.q_THD.shape[0]} tokens where its micro-batch has {sum(rows)}")

@@ -81,8 +81,7 @@ class Before(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Of a document, on this rank: its rows, how many pieces of the document are before it, and whether none is behind
-    it."""
+    """Of a document, on this rank: its rows, how many of its pieces are before it, and whether none is behind it."""
 
     size: int
     place: int

@@ -97,8 +97,7 @@ class SurvivingCall(AttentionCall):
         self._forget()
 
     def _forget(self) -> None:
-        """What makes its setup names its micro-batch, which names its calls: all would stay until garbage is
-        collected."""
+        """What makes its setup names its micro-batch, which names its calls: a circle that would keep all of them."""
         self.make_setup = _never
 
     def _begin(self, step: Step) -> None:

@@ -86,8 +86,7 @@ def _pushes(schedule: Schedule, peer: Ints, slices: Ints, landing_rows: Ints) ->
 
 def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> tuple[Ints, Ints]:
     """Lay the fields of an exchange one after the other; `rows` is [ranks, 2], as Schedule.served_rows. Gives bytes:
-    where each field begins in the landing area of every rank ([fields, ranks]), and how much every rank needs
-    ([ranks])."""
+    where each field begins in every rank's landing area ([fields, ranks]), and what every rank needs ([ranks])."""
     sizes = np.array([rows[:, kind] * width for kind, width in zip(kinds, row_bytes)], np.int64).reshape(-1, len(rows))
     padded = -(-sizes // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded, axis=0) - padded, padded.sum(axis=0)

@@ -1,7 +1,6 @@
 """Speeds of links while training: what exchanges really carried corrects what was timed at the start.
 
-In: how long transfers took on every rank. Out: `Speeds`, what plans of the next micro-batch are made with, equal on all
-ranks.
+In: how long transfers took on every rank. Out: `Speeds`, to plan the next micro-batch with, equal on all ranks.
 """
 
 from collections.abc import Callable, Sequence

@@ -80,8 +80,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
 def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
     """What meets: each micro-batch, or in pipelines those of a round side by side, one stage behind the other.
 
-    The backward ticks have the micro-batches of the forward ticks in the reverse order of stages, so one plan stands
-    for both."""
+    Backward ticks have the micro-batches of forward ticks with stages reversed, so one plan stands for both."""
     if rounds.stages == 1:
         yield from step
         return

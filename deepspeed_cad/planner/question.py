@@ -142,8 +142,7 @@ def read_cost(cost: Any, shape: HeadShape) -> CostModel:
 
 def hosts_of_nodes(per_node: int | list[int], ranks: int) -> Ints:
     """Number of each rank's host where hosts have their ranks one behind the other ([ranks]). `per_node`: ranks of
-    every host, the last one has what is left; or the ranks of each. Raises CADConfigError where they do not make up all
-    ranks."""
+    every host, the last one has the rest; or the ranks of each. Raises CADConfigError where that is not all ranks."""
     if isinstance(per_node, int):
         return np.arange(ranks) // per_node
     if sum(per_node) != ranks:

@@ -159,8 +159,7 @@ class ServerLink:
         return str(item.head.get("reason", ""))
 
     def lose(self, server: int, reason: str) -> None:
-        """A server is lost; only the first reason counts. Where that ends all, only the first server: others may be
-        lost with it."""
+        """A server is lost; only the first reason counts. Where that ends all, only the first server does."""
         if self._closing or server in self.gone:
             return
         if self.liveness.may_change:

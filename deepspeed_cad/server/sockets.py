@@ -5,8 +5,7 @@ A server listens on one interface and only while trainers are on their way. Wher
 store. A trainer sends the first half of the token and its rank, a server answers with the second half. Until then so
 many bytes are read and no more, and none is interpreted. So whoever can read the job's store is trusted, nobody else.
 
-Frames are plain data: a JSON head and arrays of whole numbers. What came is never run, only read. What is no frame ends
-its connection.
+Frames are plain data: a JSON head and arrays of whole numbers, only read and never run. All else ends a connection.
 """
 
 import hmac

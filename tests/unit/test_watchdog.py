@@ -1,5 +1,6 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -45,7 +46,7 @@ class Watched:
     def at(self, *seconds: float) -> int:
         """Look at these times; how often it gave up so far."""
         for self.now in seconds:
-            self.dog._pop()
+            self.dog._ask(self.now)
             self.dog._look(self.now)
         return len(self.gave_up)
 
@@ -130,6 +131,27 @@ def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(threads: S
     wait.done = True
     watched.at(13, 11 + LAST_S + 0.1)
     assert "could not be freed" in watched.ended[0] and watched.dog._given_up == 1
+
+
+def test_a_driver_that_does_not_answer_ends_the_process_even_so() -> None:
+    """As while a module is loaded on a GPU that waits for a rank that is gone: the thread that asks stands too."""
+    watched, asked, answers = Watched(10.0), threading.Event(), threading.Event()
+    stands: Any = SimpleNamespace(query=lambda: asked.set() or answers.wait(60))
+    watched.dog.track(REACHED, stands, "exchange 1")
+    asks = threading.Thread(target=watched.dog._run, daemon=True)
+    asks.start()
+    assert asked.wait(60)
+    watched.dog._look_at_driver(9.0)
+    assert not watched.alarm.sounded
+    watched.dog._look_at_driver(11.0)
+    assert watched.alarm.sounded and not watched.ended
+    watched.dog._look_at_driver(10.5 + LAST_S)
+    assert "waited for exchange 1" in watched.ended[0] and "driver lets no call through" in watched.ended[0]
+    watched.dog.abandon()
+    answers.set()
+    asks.join(60)
+    watched.dog._look_at_driver(99.0)
+    assert len(watched.ended) == 1
 
 
 def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died() -> None:

@@ -21,6 +21,7 @@ import torch
 from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, wait_until
 from deepspeed_cad.notice import name_ranks
 from deepspeed_cad.schedule import Schedule
+from deepspeed_cad.threads import is_over
 
 # From the top: the last 14 bits of the micro-batch's turn, 5 of the wave, 10 of the layer, nano-batch, backward,
 # return; then 30 bits of a hash over all of this, the schedule, and every exchange before. The first 32 can be read,
@@ -121,7 +122,7 @@ class HostCopy:
 
     def is_there(self) -> bool:
         """Whether the copy under way is over; asked until it is."""
-        if self._copied is None or not self._copied.query():
+        if self._copied is None or not is_over(self._copied):
             return False
         self._copied = None
         return True
