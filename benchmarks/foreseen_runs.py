@@ -384,16 +384,23 @@ def _one_of_servers(result: dict[str, Any]) -> Mode:
     label = f"cad, {servers} reserved" if servers else "cad"
     if result.get("slowed") is not None:
         return Mode(label, "no prediction beside a GPU that something else uses")
-    if result.get("workload") is not None:
-        return Mode(label, "no prediction of rows in several micro-batches")
     ranks = trainers + servers
     # One trainer has nobody to sum gradients with.
     setting = make_setting(result["machine"], ranks, _sizes(result), result, optimizer=trainers > 1)
     model = setting.model
     gradients = 2.0 * (model.hidden * model.vocabulary + model.layer_parameters) / setting.stage_parameters
     setting = replace(setting, held=(SERVERS_HELD + gradients, 0.0))
-    layout = Layout.from_stream([tokens], trainers, -(-tokens // trainers))
-    layout = Layout(ranks, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64)))
+    if result.get("workload") is None:
+        parts = [Layout.from_stream([tokens], trainers, -(-tokens // trainers))]
+    else:
+        found = find_rows(result)
+        if isinstance(found, str):
+            return Mode(label, found)
+        rows = [row for step in found[0] for row in step][: trainers * result["ranks"][0]["micro_batches"]]
+        parts = [Layout.from_rank_lengths(rows[at : at + trainers]) for at in range(0, len(rows), trainers)]
+    layouts = [
+        Layout(ranks, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64))) for layout in parts
+    ]
     run = partial(modes_cad.reserved, setting, servers=servers) if servers else partial(modes_cad.in_place, setting)
     peak = max(one["peak"] for one in result["ranks"]) / 2**30
-    return Mode(label, run, [[layout]], result["step_s"], peak or None)
+    return Mode(label, run, [layouts], result["step_s"], peak or None)

@@ -162,12 +162,10 @@ def _sharded(model: own_model.Decoder) -> None:
 
 
 WAYS: dict[str, tuple[Any, Callable[[own_model.Decoder], Any] | None]] = {
-    "as it is": (_straight, None),
-    "reentrant checkpointing": (_reentrant, None),
-    "selective checkpointing": (_selective, None),
-    "compiled, checkpointing": (checkpoint, _compiled),
+    "as it is": (_straight, None), "reentrant checkpointing": (_reentrant, None),
+    "selective checkpointing": (_selective, None), "compiled, checkpointing": (checkpoint, _compiled),
     "FSDP2, reentrant": (_reentrant, _sharded),
-}
+}  # fmt: skip
 
 
 def _rows(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,22 +190,17 @@ def test_a_request_that_cannot_be_read_stops_the_import(python) -> None:
 
 
 CALLS = {
-    "nothing": ("", "deepspeed"),
-    "no block": ("config={'a': 1}", "deepspeed"),
+    "nothing": ("", "deepspeed"), "no block": ("config={'a': 1}", "deepspeed"),
     "disabled": ("config={'cad': {'enabled': False}}", "deepspeed"),
-    "config": ("config={'cad': {'tolerance': 0.1}}", "cad"),
-    "config_params": ("config_params={'cad': {}}", "cad"),
+    "config": ("config={'cad': {'tolerance': 0.1}}", "cad"), "config_params": ("config_params={'cad': {}}", "cad"),
     "config before config_params": ("config={}, config_params={'cad': {}}", "deepspeed"),
     "args": ("types.SimpleNamespace(deepspeed_config='ds.json')", "cad"),
     "args without": ("types.SimpleNamespace(deepspeed_config=None), None, {}", "deepspeed"),
-    "path": ("config='ds.json'", "cad"),
-    "path object": ("config=pathlib.Path('ds.json')", "cad"),
-    "path without": ("config='plain.json'", "deepspeed"),
-    "positional": ("None, None, 'ds.json'", "cad"),
+    "path": ("config='ds.json'", "cad"), "path object": ("config=pathlib.Path('ds.json')", "cad"),
+    "path without": ("config='plain.json'", "deepspeed"), "positional": ("None, None, 'ds.json'", "cad"),
     "base64": ("config=" + repr(base64.urlsafe_b64encode(b'{"cad": {}}').decode()), "cad"),
-    "unreadable": ("config='no such file'", "deepspeed"),
-    "a list": ("config=[1]", "deepspeed"),
-}
+    "unreadable": ("config='no such file'", "deepspeed"), "a list": ("config=[1]", "deepspeed"),
+}  # fmt: skip
 
 
 def test_where_the_config_comes_from(python, tmp_path) -> None:

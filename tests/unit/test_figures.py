@@ -108,11 +108,14 @@ SERVED = tuple(
     for commit, link in (("5458279", "nvlink"), ("81c8253", "nvlink"), ("fcc832a", "host"), ("5458279", "host"))
     for mode in ("reserved", "in-place")
 )
+SERVED4 = tuple(f"h100x4/servers_{one[0]}_{mode}_{one[1]}.json" for one in (("6af240d", "nvlink"), ("a8fbbe0", "rows"))
+                for mode in ("reserved", "in-place"))  # fmt: skip
 EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
 ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
-PIPED = "h100x4/pipeline_pp2_4r_heavy_64k_4r_b0dd75f.json"
+PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0dd75f", "pp4_4r_heavy_64k_4r_6af240d"))
+HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
 WAVES = 'cad@{"keep":"host","memory":1.3}'
@@ -154,6 +157,12 @@ def beside_in_place(reserved: Any, in_place: Any) -> tuple[float, ...]:
     most = max(rank["peak"] for rank in in_place["ranks"])
     speed, idle = reserved["tokens_per_s"] / in_place["tokens_per_s"], 100 * reserved["ranks"][0]["servers_idle"]
     return speed, idle, reserved["ranks"][0]["peak"] / GIB, most / GIB
+
+
+def bound_by_plain(result: Any) -> float:
+    """Seconds of the steps without attention and with the mean attention of plain training."""
+    modes = result["modes"]
+    return float(sum(modes["bound_qkv"]["step_seconds"]) + modes["dp:kept"]["attention_s_mean"])
 
 
 def million(result: Any, mode: str) -> list[float]:
@@ -228,7 +237,13 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
     ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} to {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
      "| `81c8253`, `fcc832a`, `5458279` |", SERVED, served),
-    ("over DeepSpeed's 1F1B, two steps | {:.2f} | `b0dd75f` |", PIPED, lambda r: (r["speed_over_1f1b"]["cad"],)),
+    ("in place | {0:.2f}, {2:.2f} over NVLink; the servers idle {1:.0f}, {3:.0f} % | `6af240d`, `a8fbbe0` |", SERVED4,
+     lambda *runs: [one for at in (0, 2) for one in beside_in_place(*runs[at : at + 2])[:2]]),
+    ("hosts of 2 at {3:.0f} GB/s; over sockets at {4:.1f} GB/s; as 3 and 1 at {5:.0f} GB/s | kept {0:.2f} of plain and "
+     "{6:.2f} of Ulysses; kept {1:.2f}; kept {2:.2f} of plain | `6af240d` |", HOSTS, lambda *runs: (
+         *map(over_kept, runs), *(run["link_GBps"]["between"] for run in runs), kept_of_ulysses(runs[0]))),
+    *((f"{words} | {{:.2f}} | `{PIPED[at][-12:-5]}` |", PIPED[at], lambda r: (r["speed_over_1f1b"]["cad"],))
+      for at, words in enumerate(("over DeepSpeed's 1F1B, two steps", "the same with 4 stages"))),
     ("tensor parallelism; Ulysses | kept {:.2f}; kept {:.2f} | `b0dd75f` |", SHARED, both(shares)),
     ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
@@ -291,16 +306,26 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     ],
     "servers": [
         *(
-            (f"{words} | {{:.3f}} | {{:.1f}} % | {{:.1f}}, {{:.1f}} |", SERVED[2 * n : 2 * n + 2], beside_in_place)
+            (f"{words} | {{:.3f}} | {{:.1f}} % | {{:.1f}}, {{:.1f}} |", (*SERVED, *SERVED4)[2 * n : 2 * n + 2],
+             beside_in_place)
             for n, words in enumerate((
                 "| 131,072 | NVLink, commit 5458279", "| 262,144 | NVLink, commit 81c8253",
                 "| 131,072 | 19 GB/s, host memory, commit fcc832a; 16 when in place ran",
-                "| 262,144 | 18 GB/s, host memory, commit 5458279",
+                "| 262,144 | 18 GB/s, host memory, commit 5458279", "two servers | NVLink, commit 6af240d",
+                "one server | NVLink, commit a8fbbe0",
             ))
         ),
+        ("went on {:.1f} s after the kill; that step took {:.1f} s, those before it {:.1f} s and those after it {:.1f}",
+         "h100x4/killed_continue_6af240d.json",
+         lambda r: (r["change"]["seconds"], r["change"]["steps"][0], r["step_s"], r["change"]["steps"][3])),
         ("went on {:.1f} s after the kill; the step in which it happened took {:.1f} s, where steps took {:.1f} s with",
          "h200x2/killed_continue_a67af12.json",
          lambda r: (r["change"]["seconds"], r["change"]["steps"][0], r["step_s"])),
+    ],
+    "hosts": [
+        (f"| {words} | {{:.3f}} | {{:.3f}} | {{:.2f}} % |", file, lambda r: (
+            over_kept(r), bound_by_plain(r) / sum(r["modes"]["cad"]["step_seconds"]), exposed(r)))
+        for words, file in zip(("19.6 GB/s, host memory", "4.6 GB/s, sockets", "11.1 GB/s, host memory"), HOSTS)
     ],
     "million-tokens": [
         *(
@@ -321,7 +346,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         for words, file in (
             ("| long-document mix, two steps | 7850fb0 | {:.3f}, {:.3f} | {:.3f} |",
              "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json"),
-            ("| b0dd75f | {:.3f}, {:.3f} | {:.3f} |", PIPED),
+            ("| b0dd75f | {:.3f}, {:.3f} | {:.3f} |", PIPED[0]), ("| 6af240d | {:.3f}, {:.3f} | {:.3f} |", PIPED[1]),
             ("idle stages serve | 81a8563 | {:.3f} | {:.3f} |", "h200x2/pipeline_pp2_2r_even_8192_81a8563.json"),
         )
     ],

@@ -40,18 +40,12 @@ def test_a_number_can_be_read_and_fits_into_two_words() -> None:
 
 
 OTHERS = {
-    "turn": number(Moment(6, 2)),
-    "a turn whose last bits are the same": number(Moment(5 + (1 << 15), 2)),
-    "layer": number(Moment(5, 3)),
-    "backward": number(Moment(5, 2, True)),
-    "nano-batch": number(nano_batch=1),
-    "wave": number(Moment(5, 2, wave=1)),
-    "return": number(is_return=True),
-    "schedule": number(of=make_schedules(3, 2, 300)[0]),
-    "window": number(of=replace(SCHEDULE, window=7)),
-    "a window of one key": number(of=replace(SCHEDULE, window=1)),
-    "groups": number(of=replace(SCHEDULE, groups=7)),
-}
+    "turn": number(Moment(6, 2)), "a turn whose last bits are the same": number(Moment(5 + (1 << 15), 2)),
+    "layer": number(Moment(5, 3)), "backward": number(Moment(5, 2, True)), "nano-batch": number(nano_batch=1),
+    "wave": number(Moment(5, 2, wave=1)), "return": number(is_return=True),
+    "schedule": number(of=make_schedules(3, 2, 300)[0]), "window": number(of=replace(SCHEDULE, window=7)),
+    "a window of one key": number(of=replace(SCHEDULE, window=1)), "groups": number(of=replace(SCHEDULE, groups=7)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -42,15 +42,12 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
-    "one block": lambda: numbers(4, 8),
-    "many blocks": lambda: numbers(300, 7, dtype=torch.float64),
-    "as large as a block": lambda: numbers(BLOCK // 4),
-    "no rows": lambda: numbers(0, 3, 8),
+    "one block": lambda: numbers(4, 8), "many blocks": lambda: numbers(300, 7, dtype=torch.float64),
+    "as large as a block": lambda: numbers(BLOCK // 4), "no rows": lambda: numbers(0, 3, 8),
     "transposed": lambda: numbers(40, 33).t(),
     "heads first": lambda: numbers(4, 50, 8, dtype=torch.bfloat16).transpose(0, 1),
-    "with gaps": lambda: numbers(50, 3, 8)[:, 1],
-    "one column": lambda: numbers(50, 3)[:, 1:2],
-}
+    "with gaps": lambda: numbers(50, 3, 8)[:, 1], "one column": lambda: numbers(50, 3)[:, 1:2],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TENSORS)

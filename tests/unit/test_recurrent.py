@@ -71,15 +71,11 @@ PATHS = {
     "lfm2": "transformers.models.lfm2.modeling_lfm2",
 }
 CASES: list[tuple[str, list[str], Way]] = [
-    ("qwen3_5_text", [], Way.DOCUMENTS),
-    ("qwen3_5_text", ["delta_rule"], Way.GAPS),
-    ("qwen3_5_text", ["delta_rule", "convolution"], Way.BORDERS),
-    ("qwen3_5_text", ["convolution"], Way.DOCUMENTS),
-    ("bamba", ["scan", "convolution"], Way.BORDERS),
-    ("bamba", ["scan"], Way.DOCUMENTS),
-    ("lfm2", ["convolution"], Way.BORDERS),
-    ("lfm2", [], Way.GAPS),
-]
+    ("qwen3_5_text", [], Way.DOCUMENTS), ("qwen3_5_text", ["delta_rule"], Way.GAPS),
+    ("qwen3_5_text", ["delta_rule", "convolution"], Way.BORDERS), ("qwen3_5_text", ["convolution"], Way.DOCUMENTS),
+    ("bamba", ["scan", "convolution"], Way.BORDERS), ("bamba", ["scan"], Way.DOCUMENTS),
+    ("lfm2", ["convolution"], Way.BORDERS), ("lfm2", [], Way.GAPS),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,12 @@ def deepspeed(rank: int, sizes: list[int]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("servers", "sizes", "expected"),
     [
-        ({"reserved": 2}, [4], [0, 1, 2, 3]),
-        ({"reserved": 1}, [2, 2], [0, 1, 2, 3]),
-        ({"ranks": [3, 1]}, [2, 2], [0, 2, 1, 3]),
-        ({"reserved_per_node": 1}, [2, 2], [0, 2, 1, 3]),
+        ({"reserved": 2}, [4], [0, 1, 2, 3]), ({"reserved": 1}, [2, 2], [0, 1, 2, 3]),
+        ({"ranks": [3, 1]}, [2, 2], [0, 2, 1, 3]), ({"reserved_per_node": 1}, [2, 2], [0, 2, 1, 3]),
         ({"reserved_per_node": 1}, [3, 2], [0, 1, 3, 2, 4]),
-        ({"reserved_per_node": 2}, [3, 4], [0, 3, 4, 1, 2, 5, 6]),
-        ({"joined": 2}, [2], [0, 1]),
+        ({"reserved_per_node": 2}, [3, 4], [0, 3, 4, 1, 2, 5, 6]), ({"joined": 2}, [2], [0, 1]),
     ],
-)
+)  # fmt: skip
 def test_numbers(launcher: Any, servers: dict[str, Any], sizes: list[int], expected: list[int]) -> None:
     roles = [split(servers, launcher(rank, sizes)) for rank in range(sum(sizes))]
     assert [role.rank for role, _ in roles] == expected

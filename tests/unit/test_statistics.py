@@ -159,16 +159,13 @@ SERVERS = {"servers": {"reserved": 1}}
 @pytest.mark.parametrize(
     ("block", "text"),
     [
-        ({}, ""),
-        (SERVERS, ""),
-        ({"keep": "host"}, ""),
-        ({**SERVERS, "trainers_serve": False}, ""),
+        ({}, ""), (SERVERS, ""), ({"keep": "host"}, ""), ({**SERVERS, "trainers_serve": False}, ""),
         ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
         ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
         ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),
         ({**SERVERS, "on_server_failure": "continue"}, '"on_server_failure" is "continue" and servers are part'),
     ],
-)
+)  # fmt: skip
 def test_what_does_nothing_is_said(block: dict, text: str) -> None:
     assert [line[: len(text)] for line in session_lines.unused_keys(CADConfig.from_dict(block))] == [text] * bool(text)
 
