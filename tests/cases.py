@@ -6,14 +6,10 @@ import torch
 from deepspeed_cad.layout import Layout, Tick
 
 RANK_LENGTHS: dict[str, list[list[int]]] = {
-    "one": [[37]],
-    "two": [[300, 5, 1], [40, 40, 40]],
-    "odd": [[257], [1, 1, 1, 33], [129, 7]],
-    "hundreds": [[2] * 60, [1] * 100, [90]],
-    "a rank with no tokens": [[200, 17], [], [64]],
-    "empty documents": [[0, 30, 0], [0], [25, 0, 60]],
-    "five": [[400], [30, 30], [11], [100, 7, 9], [64, 64]],
-}
+    "one": [[37]], "two": [[300, 5, 1], [40, 40, 40]], "odd": [[257], [1, 1, 1, 33], [129, 7]],
+    "hundreds": [[2] * 60, [1] * 100, [90]], "a rank with no tokens": [[200, 17], [], [64]],
+    "empty documents": [[0, 30, 0], [0], [25, 0, 60]], "five": [[400], [30, 30], [11], [100, 7, 9], [64, 64]],
+}  # fmt: skip
 STREAMS: dict[str, tuple[list[int], int, int]] = {
     "one document over all ranks": ([400], 4, 100),
     "documents over borders": ([130, 90, 1, 79], 3, 100),

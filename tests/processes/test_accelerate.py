@@ -107,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen inputs": {"lora": {"target_modules": ["o_proj"], "layers_to_transform": [1]}, "checkpoint": True},
     "compiled": {"compiled": True},
 }  # fmt: skip
+OFTEN = ["DDP", "accumulation, two rows", "ZeRO-3", "frozen inputs"]
 KINDS = {
     "as it is": 12, "evaluated": 12, "shortened": 0, "broken off": 8, "broken off, held": 8, "looked at by rank 0": 12,
     "gone on": 8,
@@ -115,10 +116,10 @@ KINDS = {
 off after the fourth the fifth was announced too."""
 
 
-def _compare(rank: int, world: int) -> dict[str, Any]:
+def _compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     import_deepspeed()
     found = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in names):
         accumulated = case.get("gradient_accumulation_steps", 1)
         data = trainers.PackedRows(WORLD * trainers.STEPS * case.get("rows", 1) * accumulated)
         found[name] = trainers.without_and_with(_run, data, **case)
@@ -126,8 +127,9 @@ def _compare(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_same_losses_and_balance(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_compare, WORLD, timeout=140.0):
+@pytest.mark.parametrize("names", [OFTEN, pytest.param([*set(CASES) - set(OFTEN)], marks=pytest.mark.long)])
+def test_same_losses_and_balance(fresh_workers: WorkerPool, names: list[str]) -> None:
+    for found in fresh_workers.run(_compare, WORLD, names, timeout=140.0):
         for name, (plain, cad) in found.items():
             accumulated = 2 if "accumulation" in name else 1
             trainers.assert_same_and_balanced(

@@ -27,7 +27,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo(tmp_path: Path) -> None:
     data = tmp_path / "documents"
     data.mkdir()

@@ -14,7 +14,7 @@ import torch
 from forked import Script
 from gpu_check import Launch, start
 
-LONG = pytest.mark.long
+LONG, MOST = pytest.mark.long, "kernels,models,streams,exactness,lifetimes"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -36,8 +36,8 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("groups", "ranks", "checks"),
     [
-        ("transports,models", 2, "transport model"),
-        pytest.param("kernels,streams,exactness,lifetimes", 2, "kernel rows two exactness lifetimes", marks=LONG),
+        ("transports", 2, "transport"),
+        pytest.param(MOST, 2, "kernel model rows two exactness lifetimes", marks=LONG),
         # Two trainers, which are a world of their own.
         pytest.param("servers", 3, "reserved", marks=LONG),
     ],  # fmt: skip

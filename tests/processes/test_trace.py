@@ -5,15 +5,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import training
+from forked import launch
 from pool import WorkerPool
 from served import run
 
 import deepspeed_cad
-from deepspeed_cad.cli import main
+from deepspeed_cad.cli import main, trace
 from deepspeed_cad.session import close_session
 from deepspeed_cad.trace import STEPS, WARM_UP
 
@@ -92,11 +94,11 @@ test_trace._train(dist.get_rank(), 2, {})
 
 @pytest.mark.slow
 def test_cli_traces_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    script, output = tmp_path / "train.py", tmp_path / "found" / "trace.json"
-    script.write_text(SCRIPT)
+    output = tmp_path / "found" / "trace.json"
     output.parent.mkdir()
+    ranks = SimpleNamespace(run=lambda command, env, check: launch(2, command, tmp_path, **env))
+    monkeypatch.setattr(trace, "subprocess", ranks)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    assert main(["trace", "--steps", "2", "--output", str(output), "--", *launch]) == 0
+    assert main(["trace", "--steps", "2", "--output", str(output), "--", "-c", SCRIPT]) == 0
     assert "idle: rank 0 " in capfd.readouterr().out
     assert {event["pid"] for event in _read(output)} == {0, 1}

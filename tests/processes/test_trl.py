@@ -129,12 +129,12 @@ def _kto(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
 OFTEN: dict[str, Any] = {
     "packing": (_sft, {"packing": True, "packing_strategy": "bfd"}),
     "padding-free": (_sft, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4}),
-    "packing, LoRA, checkpointing": (_sft, {"lora": True, "packing": True, "gradient_checkpointing": True}),
     "DPO": (_dpo, {"per_device_train_batch_size": 2}),
     "GRPO": (_rollouts, {}),
-    "KTO, accumulation": (_kto, {"gradient_accumulation_steps": 2}),
 }
 OTHER: dict[str, Any] = {
+    "KTO, accumulation": (_kto, {"gradient_accumulation_steps": 2}),
+    "packing, LoRA, checkpointing": (_sft, {"lora": True, "packing": True, "gradient_checkpointing": True}),
     "padding": (_sft, {"per_device_train_batch_size": 4}),
     "RLOO, checkpointing": (_rollouts, {"kind": "RLOO", "gradient_checkpointing": True}),
     "DPO, padding-free": (_dpo, {"padding_free": True, "max_length": None, "per_device_train_batch_size": 2}),
