@@ -51,7 +51,8 @@ FSDP_HELD = (0.0, 4.0)
 """The same in fsdp2_step.py: weight and gradient in bf16, in shards; it has no optimizer."""
 SERVERS_HELD = 2.0
 """The same in servers_step.py: the weight in bf16. Its gradients are made anew in every step: where most is held, when
-backward begins, there are those of the head and of one layer."""
+the first backward begins, there are those of the head and of one layer. From the second micro-batch on all are there.
+"""
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,10 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
     if device not in MACHINES:
         raise ValueError(f"no figures of {device}")
     figures, numbers = Machine.load(MACHINES[device]), (sizes.get("hosts") or "0").split(",")
-    per_host, collective = ranks, None
+    per_host, sizes_of_hosts, collective = ranks, (), None
     if len(set(numbers)) > 1:
-        per_host = min(numbers.count(one) for one in numbers)
+        counts = [numbers.count(one) for one in dict.fromkeys(numbers)]
+        per_host, sizes_of_hosts = min(counts), tuple(counts) if len(set(counts)) > 1 else ()
         links, weights = result.get("link_GBps"), result.get("collective_GBps") or {}
         if not links or not links.get("between"):
             raise ValueError("the file does not say what its links reach (link_GBps: {inside, between})")
@@ -202,7 +204,7 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
     kernel = result.get("kernel", USUAL_KERNEL)
     return Setting(
         model,
-        Cluster(ranks, per_host, figures, collective_between=collective),
+        Cluster(ranks, per_host, figures, collective_between=collective, sizes=sizes_of_hosts),
         Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(
             seat_shape(model, more.get("tensor", 1) * more.get("sequence", 1))
         ),
@@ -389,7 +391,6 @@ def _one_of_servers(result: dict[str, Any]) -> Mode:
     setting = make_setting(result["machine"], ranks, _sizes(result), result, optimizer=trainers > 1)
     model = setting.model
     gradients = 2.0 * (model.hidden * model.vocabulary + model.layer_parameters) / setting.stage_parameters
-    setting = replace(setting, held=(SERVERS_HELD + gradients, 0.0))
     if result.get("workload") is None:
         parts = [Layout.from_stream([tokens], trainers, -(-tokens // trainers))]
     else:
@@ -397,7 +398,10 @@ def _one_of_servers(result: dict[str, Any]) -> Mode:
         if isinstance(found, str):
             return Mode(label, found)
         rows = [row for step in found[0] for row in step][: trainers * result["ranks"][0]["micro_batches"]]
+        if sum(map(sum, rows)) != tokens:
+            return Mode(label, "its rows were scaled down: no prediction")
         parts = [Layout.from_rank_lengths(rows[at : at + trainers]) for at in range(0, len(rows), trainers)]
+    setting = replace(setting, held=(SERVERS_HELD + (gradients if len(parts) == 1 else 2.0), 0.0))
     layouts = [
         Layout(ranks, layout.segments, np.append(layout.tokens, np.zeros(servers, np.int64))) for layout in parts
     ]

@@ -30,10 +30,7 @@ def start_daemon(name: str, run: Callable[[], None], device: torch.device | None
         if device is not None and device.type == "cuda":
             # A new thread is on GPU 0: to ask about an event there would make a context on it, for every rank.
             torch.cuda.set_device(device)
-            if torch.version.hip is None:
-                # That leaves a thread on GPU 0 as it is, and the driver wants a context.
-                _cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context := ctypes.c_void_p()), device.index or 0)
-                _cuda_driver().cuCtxSetCurrent(context)
+            _enter_context(device)
         run()
 
     thread = threading.Thread(target=on_device, name=f"deepspeed_cad {name}", daemon=True)
@@ -56,9 +53,9 @@ def run_aside(name: str, make: Callable[[], Result], device: torch.device | None
 
 
 def is_over(event: torch.cuda.Event) -> bool:
-    """`event.query()` with the interpreter's lock released. torch keeps it: where the driver holds the call back, no
-    thread of Python could run. Raises RuntimeError as it does."""
-    if torch.version.hip is not None:
+    """`event.query()` with the interpreter's lock released. torch keeps it, and a rank stood for good with all threads.
+    On GPUs of AMD as torch does it. Raises RuntimeError as it does."""
+    if torch.version.hip is not None or not event.cuda_event:
         return event.query()
     code = _cuda_driver().cuEventQuery(ctypes.c_void_p(event.cuda_event))
     if code not in (0, _NOT_READY):
@@ -72,6 +69,13 @@ _NOT_READY = 600
 @functools.cache
 def _cuda_driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _enter_context(device: torch.device) -> None:
+    """What the driver wants of a thread that asks it: `set_device` leaves one on GPU 0 as it is."""
+    context = ctypes.c_void_p()
+    if torch.version.hip is None and not _cuda_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index):
+        _cuda_driver().cuCtxSetCurrent(context)
 
 
 @functools.cache

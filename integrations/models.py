@@ -68,7 +68,7 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 
 def has_cad(model: PreTrainedModel, must: bool) -> bool:
-    """Whether a model can have CAD. If it must, `refuse_model` raises; else a warning says that it has none."""
+    """Whether a model can have CAD. If it must, `refuse_model` raises; else a warning says that it keeps its own."""
     try:
         refuse_model(model)
     except CADUnsupportedError as error:

@@ -97,7 +97,7 @@ class Parking:
         return leaves
 
     def fetch_before(self, number: int) -> None:
-        """Begin to bring back what was parked before the parcel of that number: backward needs it next."""
+        """Begin to bring back what was parked just before a parcel, of what is wanted early: backward needs it next."""
         if before := [one for one in self._parcels.values() if one.number < number and one.is_away]:
             max(before, key=lambda one: one.number).fetch()
 

@@ -81,7 +81,7 @@ class Before(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Of a document, on this rank: its rows, how many of its pieces are before it, and whether none is behind it."""
+    """Of a document: its rows on this rank, how many pieces are before these, and whether none is behind them."""
 
     size: int
     place: int

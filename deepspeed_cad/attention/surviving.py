@@ -97,7 +97,7 @@ class SurvivingCall(AttentionCall):
         self._forget()
 
     def _forget(self) -> None:
-        """What makes its setup names its micro-batch, which names its calls: a circle that would keep all of them."""
+        """What makes its setup names its micro-batch, which names its calls: garbage that is collected late."""
         self.make_setup = _never
 
     def _begin(self, step: Step) -> None:

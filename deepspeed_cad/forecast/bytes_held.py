@@ -87,10 +87,10 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
     return tokens * row * (min(layers, 2 if setting.keep == "host" else layers) - 1)
 
 
-def served_bytes(setting: Setting, flows: Flows) -> float:
-    """What the fullest server keeps until its backward: O and LSE of what it served; without checkpointing Q, K and V
-    too, which do not travel again then. With `keep` "host" all that is away while other layers work, which need most.
-    """
+def served_bytes(setting: Setting, flows: Flows, seats: slice = slice(None)) -> float:
+    """What the fullest of some servers keeps until its backward: O and LSE of what it served; without checkpointing Q,
+    K and V too, which do not travel again then. With `keep` "host" all that is away while other layers work, which need
+    most."""
     if setting.keep == "host":
         return 0.0
     rows, keys, shape = *flows.served, setting.shape
@@ -98,7 +98,7 @@ def served_bytes(setting: Setting, flows: Flows) -> float:
     if not setting.checkpointing:
         held = held + rows * shape.query_bytes + keys * shape.key_value_bytes
     layers = 1 if setting.checkpointing and setting.recompute_attention else setting.attending
-    return float(held.max(initial=0.0)) * layers
+    return float(held[seats].max(initial=0.0)) * layers
 
 
 def landing_bytes(setting: Setting, flows: Flows, with_outputs: bool = False) -> float:

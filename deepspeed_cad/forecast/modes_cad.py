@@ -163,6 +163,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
     trainers = setting.seats - servers
     # Servers park nothing.
     at_servers = replace(setting, keep="device")
+    state = state_bytes(setting, trainers)
     met, peak, moved, trained = [], 0.0, np.zeros(2), 0.0
     for layout in deal_out(setting, step, trainers):
         rows = layout.segments.select(layout.segments.rank < trainers)
@@ -176,13 +177,16 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         met.append((ran, linear, attention, exchange, tensor))
         moved += sum(map(moved_bytes, flows))
         trained += float(tokens.sum())
-        held = sum(landing_bytes(setting, one) + served_bytes(at_servers, one) for one in flows)
-        peak = max(peak, held + activation_bytes(setting, float(tokens.max()), kept=True, waiting=waiting))
+        landing = sum(landing_bytes(setting, one) for one in flows)
+        kept = sum(served_bytes(setting, one, slice(trainers)) for one in flows)
+        served = sum(served_bytes(at_servers, one, slice(trainers, None)) for one in flows)
+        trains = state + kept + activation_bytes(setting, float(tokens.max()), kept=True, waiting=waiting)
+        peak = max(peak, landing + max(trains, served))
     ran, *parts = map(float, np.sum(met, 0))
     moved *= setting.attending / setting.seats
     return compose(
-        setting, "cad reserved", ran, Seconds(*parts), len(step), trained, moved, holders=trainers,
-        peak=peak + state_bytes(setting, trainers), degree=servers,
+        setting, "cad reserved", ran, Seconds(*parts), len(step), trained, moved, holders=trainers, peak=peak,
+        degree=servers,
     )  # fmt: skip
 
 

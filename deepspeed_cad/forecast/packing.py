@@ -227,7 +227,8 @@ def _parts(length: int, context: int) -> list[int]:
 
 
 def _best_fit(lengths: Sequence[int], context: int) -> list[list[int]]:
-    """The longest first, each into the row that it leaves least room in; of equal rows, the one that was so first."""
+    """The longest first, each into the row that it leaves least room in; of rows with equal room, the one that has had
+    it longest."""
     rows: list[list[int]] = []
     with_room: list[tuple[int, int, list[int]]] = []  # room, since when, row; ascending
     for turn, length in enumerate(sorted(lengths, reverse=True)):

@@ -159,7 +159,7 @@ class ServerLink:
         return str(item.head.get("reason", ""))
 
     def lose(self, server: int, reason: str) -> None:
-        """A server is lost; only the first reason counts. Where that ends all, only the first server does."""
+        """A server is lost; only the first reason counts. Where that ends all, only the first server counts."""
         if self._closing or server in self.gone:
             return
         if self.liveness.may_change:

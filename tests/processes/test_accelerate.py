@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen inputs": {"lora": {"target_modules": ["o_proj"], "layers_to_transform": [1]}, "checkpoint": True},
     "compiled": {"compiled": True},
 }  # fmt: skip
-OFTEN = ["DDP", "accumulation, two rows", "ZeRO-3", "frozen inputs"]
+OFTEN, OTHER = ["DDP", "accumulation, two rows", "ZeRO-3", "frozen inputs"], ["ZeRO-2", "LoRA", "compiled"]
 KINDS = {
     "as it is": 12, "evaluated": 12, "shortened": 0, "broken off": 8, "broken off, held": 8, "looked at by rank 0": 12,
     "gone on": 8,
@@ -127,7 +127,7 @@ def _compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [OFTEN, pytest.param([*set(CASES) - set(OFTEN)], marks=pytest.mark.long)])
+@pytest.mark.parametrize("names", [OFTEN, pytest.param(OTHER, marks=pytest.mark.long)])
 def test_same_losses_and_balance(fresh_workers: WorkerPool, names: list[str]) -> None:
     for found in fresh_workers.run(_compare, WORLD, names, timeout=140.0):
         for name, (plain, cad) in found.items():

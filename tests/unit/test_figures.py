@@ -154,9 +154,9 @@ def accelerate(page: str) -> list[float]:
 
 def beside_in_place(reserved: Any, in_place: Any) -> tuple[float, ...]:
     """Speed over in place, idle servers in percent, GiB of a trainer and of a rank in place."""
-    most = max(rank["peak"] for rank in in_place["ranks"])
+    most = (max(rank["peak"] for rank in run["ranks"]) / GIB for run in (reserved, in_place))
     speed, idle = reserved["tokens_per_s"] / in_place["tokens_per_s"], 100 * reserved["ranks"][0]["servers_idle"]
-    return speed, idle, reserved["ranks"][0]["peak"] / GIB, most / GIB
+    return speed, idle, *most
 
 
 def bound_by_plain(result: Any) -> float:
@@ -243,7 +243,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      "{6:.2f} of Ulysses; kept {1:.2f}; kept {2:.2f} of plain | `6af240d` |", HOSTS, lambda *runs: (
          *map(over_kept, runs), *(run["link_GBps"]["between"] for run in runs), kept_of_ulysses(runs[0]))),
     *((f"{words} | {{:.2f}} | `{PIPED[at][-12:-5]}` |", PIPED[at], lambda r: (r["speed_over_1f1b"]["cad"],))
-      for at, words in enumerate(("over DeepSpeed's 1F1B, two steps", "the same with 4 stages"))),
+      for at, words in enumerate(("over DeepSpeed's 1F1B, two steps", "the same with 4 stages, no replicas"))),
     ("tensor parallelism; Ulysses | kept {:.2f}; kept {:.2f} | `b0dd75f` |", SHARED, both(shares)),
     ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",

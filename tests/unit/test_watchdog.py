@@ -1,6 +1,5 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from deepspeed_cad import threads as daemons
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import board, watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
@@ -46,7 +46,7 @@ class Watched:
     def at(self, *seconds: float) -> int:
         """Look at these times; how often it gave up so far."""
         for self.now in seconds:
-            self.dog._ask(self.now)
+            self.dog._pop()
             self.dog._look(self.now)
         return len(self.gave_up)
 
@@ -133,27 +133,6 @@ def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(threads: S
     assert "could not be freed" in watched.ended[0] and watched.dog._given_up == 1
 
 
-def test_a_driver_that_does_not_answer_ends_the_process_even_so() -> None:
-    """As while a module is loaded on a GPU that waits for a rank that is gone: the thread that asks stands too."""
-    watched, asked, answers = Watched(10.0), threading.Event(), threading.Event()
-    stands: Any = SimpleNamespace(query=lambda: asked.set() or answers.wait(60))
-    watched.dog.track(REACHED, stands, "exchange 1")
-    asks = threading.Thread(target=watched.dog._run, daemon=True)
-    asks.start()
-    assert asked.wait(60)
-    watched.dog._look_at_driver(9.0)
-    assert not watched.alarm.sounded
-    watched.dog._look_at_driver(11.0)
-    assert watched.alarm.sounded and not watched.ended
-    watched.dog._look_at_driver(10.5 + LAST_S)
-    assert "waited for exchange 1" in watched.ended[0] and "driver lets no call through" in watched.ended[0]
-    watched.dog.abandon()
-    answers.set()
-    asks.join(60)
-    watched.dog._look_at_driver(99.0)
-    assert len(watched.ended) == 1
-
-
 def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died() -> None:
     """Rank 0 of three waits for rank 2, and its training thread is stuck with the GPU: the watchdog tells rank 1."""
     first = Watched(10.0, ranks=3)
@@ -217,3 +196,20 @@ def test_a_server_that_is_lost_is_no_error() -> None:
     with watched.dog.inside("a call of NCCL"):
         assert watched.at(100.5, 101) == 1 and watched.dog.freed, "a call of the host does not come back by itself"
     assert not watched.alarm.sounded and not watched.ended
+
+
+def test_what_the_driver_says_of_an_event_and_of_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, calls = {7: 0, 8: 600, 9: 700}, list[str]()
+    driver = SimpleNamespace(
+        cuEventQuery=lambda event: answers[event.value],
+        cuDevicePrimaryCtxRetain=lambda context, device: calls.append(f"retain {device}") or device,
+        cuCtxSetCurrent=lambda context: calls.append("enter"),
+    )
+    monkeypatch.setattr(daemons, "_cuda_driver", lambda: driver)
+    events = [SimpleNamespace(cuda_event=at, query=lambda: "never recorded") for at in (0, 7, 8, 9)]
+    assert [*map(daemons.is_over, events[:3])] == ["never recorded", True, False]
+    with pytest.raises(RuntimeError, match="700"):
+        daemons.is_over(events[3])
+    for index in (0, 1):
+        daemons._enter_context(SimpleNamespace(index=index))
+    assert calls == ["retain 0", "enter", "retain 1"], "a call that failed leaves the thread as it is"

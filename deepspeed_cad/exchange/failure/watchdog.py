@@ -125,11 +125,8 @@ class Watchdog:
         """Whether a call of the host was ended because a server is lost: what it waited for has not come."""
         self._lost_since: float | None = None
         self._freeing: list[Future[None]] = []
-        self._reached: tuple[_Wait, float] | None = None
-        """The oldest wait, where its stream has reached it, and when that was seen."""
-        self._differs = ""
-        self._asked: tuple[object, float] | None = None
-        """What the GPU was in when the driver was last asked, and since when there is no answer."""
+        self._reached: tuple[torch.cuda.Event, float] | None = None
+        """What is before the oldest wait that its stream has reached, and when that was seen."""
 
     def track(
         self, before: torch.cuda.Event, after: torch.cuda.Event, label: object, then: Callable[[], None] | None = None
@@ -184,47 +181,17 @@ class Watchdog:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._asked = ("an exchange", time.monotonic())
             self._thread = start_daemon("watchdog", self._run, self.device)
-            if self.device is not None and self.device.type == "cuda":
-                start_daemon("watchdog of the driver", self._guard, None)
 
     def _run(self) -> None:
         pause = min(max(self.alarm.timeout_s / 20, 0.02), PAUSE_S)
         try:
             while not self._stop.wait(pause):
-                now = time.monotonic()
                 if not self._frees():  # the driver may let no call through
-                    self._asked = (self._waits[0].label if self._waits else "an exchange", now)
-                    self._ask(now)
-                self._asked = None
-                self._look(now)
+                    self._pop()
+                self._look(time.monotonic())
         except RuntimeError as error:
-            self._asked = None
             logger.debug("the watchdog of the exchange ends with the CUDA context: %s", error)
-
-    def _guard(self) -> None:
-        while not self._stop.wait(PAUSE_S):
-            self._look_at_driver(time.monotonic())
-
-    def _look_at_driver(self, now: float) -> None:
-        """On a thread that never calls the driver, which may let no call through while a module is loaded on a GPU that
-        stands in a wait: then the watchdog stands too."""
-        if (asked := self._asked) is None or (stands_s := now - asked[1]) < self.alarm.timeout_s:
-            return
-        self.alarm.time_out(str(asked[0]))
-        if stands_s > self.alarm.timeout_s + LAST_S:
-            self.end_process(f"{self.alarm.why()}. The GPU's driver lets no call through, so this process ends")
-
-    def _ask(self, now: float) -> None:
-        """All that the driver is asked."""
-        self._pop()
-        if self.comparison is not None and not self.alarm.sounded and not self.alarm.liveness.lost():
-            self._differs = self.comparison.look()
-        if not self._waits or not is_over((oldest := self._waits[0]).before):
-            self._reached = None
-        elif self._reached is None or self._reached[0] is not oldest:
-            self._reached = (oldest, now)
 
     def _pop(self) -> None:
         while self._waits and is_over(self._waits[0].after):
@@ -241,10 +208,10 @@ class Watchdog:
             return self._free_host(now)
         asks = bool(self._waits or self._host) and now - self._looked_at > LOOK_S
         self._looked_at = now if asks else self._looked_at
-        if found := self._differs or (asks and board.stopped()):
+        if found := (self.comparison and self.comparison.look()) or (asks and board.stopped()):
             alarm.stop(found)
             return self._let_go(now)
-        for label, since in self._standing():
+        for label, since in self._standing(now):
             if now - since > alarm.timeout_s:
                 alarm.time_out(str(label))
                 logger.error("%s did not end in time; a peer died or hangs", label)
@@ -258,11 +225,13 @@ class Watchdog:
                     alarm.stop(f"waited for {label}: {found}")
                 return self._let_go(now)
 
-    def _standing(self) -> Iterator[tuple[object, float]]:
+    def _standing(self, now: float) -> Iterator[tuple[object, float]]:
         if (host := self._host) is not None:
             yield host
-        if self._reached is not None:
-            yield self._reached[0].label, self._reached[1]
+        if self._waits and is_over((oldest := self._waits[0]).before):
+            if self._reached is None or self._reached[0] is not oldest.before:
+                self._reached = (oldest.before, now)
+            yield oldest.label, self._reached[1]
 
     def _free(self) -> None:
         """Not on this thread: it must be there to end the process where the driver lets no call through. And side by
@@ -288,7 +257,8 @@ class Watchdog:
             self._given_up, self._gave_up_at = self._given_up + 1, now
             self._free()
         elif not self.alarm.told and now - self._gave_up_at > LAST_S:
-            if not (self._frees() or any(self._standing())):  # what was to end a wait may not come back
+            stands = self._host is not None or self._frees()  # or what was to end a wait does not come back
+            if not (stands or (self._waits and is_over(self._waits[0].before) and not is_over(self._waits[0].after))):
                 return
             what = "The GPU" if self._host is None else "The training thread"
             self.end_process(f"{self.alarm.why()}. {what} could not be freed from its wait, so this process ends")
