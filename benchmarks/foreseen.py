@@ -56,8 +56,7 @@ KNOWN: dict[tuple[str, str, str], str] = {
     },
     ("h100x4/servers_6af240d_reserved_nvlink.json", "cad, 2 reserved", "ratio"): (
         "beside servers the step is as foreseen, in place it took 5 % longer: three ranks waited 0.4 to 0.5 s "
-        "longer than "
-        "the one with the last quarter of the document. Not looked into"
+        "longer than the one with the last quarter of the document. Not looked into"
     ),
     ("h100x4/servers_a8fbbe0_reserved_rows.json", "cad, 1 reserved", "ratio"): (
         "three trainers waited 0.7 to 0.9 s a step for their server, more than foreseen. Not looked into"

@@ -187,10 +187,9 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
     if device not in MACHINES:
         raise ValueError(f"no figures of {device}")
     figures, numbers = Machine.load(MACHINES[device]), (sizes.get("hosts") or "0").split(",")
-    per_host, sizes_of_hosts, collective = ranks, (), None
+    counts, collective = [ranks], None
     if len(set(numbers)) > 1:
         counts = [numbers.count(one) for one in dict.fromkeys(numbers)]
-        per_host, sizes_of_hosts = min(counts), tuple(counts) if len(set(counts)) > 1 else ()
         links, weights = result.get("link_GBps"), result.get("collective_GBps") or {}
         if not links or not links.get("between"):
             raise ValueError("the file does not say what its links reach (link_GBps: {inside, between})")
@@ -204,7 +203,7 @@ def make_setting(device: str, ranks: int, sizes: dict[str, Any], result: dict[st
     kernel = result.get("kernel", USUAL_KERNEL)
     return Setting(
         model,
-        Cluster(ranks, per_host, figures, collective_between=collective, sizes=sizes_of_hosts),
+        Cluster(ranks, min(counts), figures, collective_between=collective, sizes=tuple(counts)),
         Profile.load(SHIPPED / f"{MACHINES[device]}_{kernel}.json").cost_for(
             seat_shape(model, more.get("tensor", 1) * more.get("sequence", 1))
         ),

@@ -323,9 +323,10 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
          lambda r: (r["change"]["seconds"], r["change"]["steps"][0], r["step_s"])),
     ],
     "hosts": [
-        (f"| {words} | {{:.3f}} | {{:.3f}} | {{:.2f}} % |", file, lambda r: (
-            over_kept(r), bound_by_plain(r) / sum(r["modes"]["cad"]["step_seconds"]), exposed(r)))
-        for words, file in zip(("19.6 GB/s, host memory", "4.6 GB/s, sockets", "11.1 GB/s, host memory"), HOSTS)
+        (f"| {{:.1f}} GB/s, {link} | {{:.3f}} | {{:.3f}} | {{:.2f}} % |", file, lambda r: (
+            r["link_GBps"]["between"], over_kept(r), bound_by_plain(r) / sum(r["modes"]["cad"]["step_seconds"]),
+            exposed(r)))
+        for link, file in zip(("host memory", "sockets", "host memory"), HOSTS)
     ],
     "million-tokens": [
         *(
