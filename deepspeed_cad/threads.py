@@ -53,8 +53,8 @@ def run_aside(name: str, make: Callable[[], Result], device: torch.device | None
 
 
 def is_over(event: torch.cuda.Event) -> bool:
-    """`event.query()` with the interpreter's lock released. torch keeps it, and a rank stood for good with all threads.
-    On GPUs of AMD as torch does it. Raises RuntimeError as it does."""
+    """`event.query()` with the interpreter's lock released. torch holds it meanwhile: where the call stood on a GPU, so
+    did all threads of its process. On GPUs of AMD it is torch's. Raises RuntimeError as that does."""
     if torch.version.hip is not None or not event.cuda_event:
         return event.query()
     code = _cuda_driver().cuEventQuery(ctypes.c_void_p(event.cuda_event))
