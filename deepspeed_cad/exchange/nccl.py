@@ -27,7 +27,7 @@ from deepspeed_cad.exchange.transport import Outgoing, Returning, leave_to_strea
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.schedule import KEY, QUERY, Schedule
-from deepspeed_cad.threads import run_aside, start_daemon
+from deepspeed_cad.threads import is_over, run_aside, start_daemon
 
 NUMBER_BYTES = 8
 PRIORITY = -2
@@ -196,7 +196,7 @@ class NcclTransport(PackedTransport):
         way = self.messages.back if is_return else self.messages.out
         parcel = Parcel(identity, packed, arrived, torch.cuda.current_stream(self.device), way.stream)
         if self.alarm.goes_on:
-            going = {one for one in self._unfinished if one.done is None or not one.done.query()}
+            going = {one for one in self._unfinished if one.done is None or not is_over(one.done)}
             self._unfinished = {parcel, *going}
         table = list_messages(runs, packed, arrived)
         parcel.done = way.exchange(identity, table, self._comparison, self._watchdog, self.transfers)
@@ -206,7 +206,7 @@ class NcclTransport(PackedTransport):
     def _receive(self, parcel: Parcel) -> list[torch.Tensor]:
         self.alarm.check()
         if self.alarm.goes_on and parcel.done is not None:
-            self._watchdog.wait_for(parcel.done.query, parcel.identity)
+            self._watchdog.wait_for(partial(is_over, parcel.done), parcel.identity)
         current = torch.cuda.current_stream(self.device)
         before, after = torch.cuda.Event(), torch.cuda.Event()
         before.record(current)

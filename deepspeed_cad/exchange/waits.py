@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deepspeed_cad.threads import is_over
+
 INSIDE, BETWEEN = 0, 1
 LEAST_S = 0.5e-3
 """A transfer that links should be done with sooner is not counted: it tells what starting one costs, not what the link
@@ -70,7 +72,7 @@ class Waits:
     def seconds(self) -> float:
         """Seconds so far; what the GPU has not reached yet is counted later."""
         with self._lock:
-            while self._open and self._open[0][0].query():
+            while self._open and is_over(self._open[0][0]):
                 self._seconds += self._open.popleft()[1]()
             return self._seconds
 
@@ -142,7 +144,7 @@ class Transfers:
 
     def take(self) -> npt.NDArray[np.int64]:
         """[4] nanoseconds and bytes inside, nanoseconds and bytes between, of what ended since this was called last."""
-        while self._open and self._open[0][1].query():
+        while self._open and is_over(self._open[0][1]):
             before, after, size = self._open.popleft()
             self.note(size, before.elapsed_time(after) / 1e3)
         with self._lock:

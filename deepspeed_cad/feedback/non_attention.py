@@ -21,6 +21,7 @@ import torch
 
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.plan import Floats
+from deepspeed_cad.threads import is_over
 
 Measured = tuple[list[float], list[float], list[bool]]
 """Of the stretches that ended: seconds per token and layer, forward and backward; of each, whether its GPU waited for
@@ -57,7 +58,7 @@ class StretchTimes:
         with self._lock:
             while self._stretches:
                 one = self._stretches[0]
-                if isinstance(one.end, torch.cuda.Event) and not one.end.query():
+                if isinstance(one.end, torch.cuda.Event) and not is_over(one.end):
                     break
                 self._stretches.popleft()
                 found[one.backward].append(_seconds(one.begin, one.end) / one.tokens)
@@ -84,7 +85,7 @@ class Stretches:
             return
         begin = opened[2]
         # A GPU that is past the begin already has nothing left to run.
-        waited = not isinstance(begin, float) and begin.query()
+        waited = not isinstance(begin, float) and is_over(begin)
         self._times.add(begin, self._now(), self._tokens, backward, waited)
 
     def _now(self) -> Moment:

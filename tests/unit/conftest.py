@@ -5,13 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from deepspeed_cad.exchange import nccl, waits
 from deepspeed_cad.exchange.failure import identity, watchdog
+from deepspeed_cad.feedback import non_attention
 
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No session stays, whoever opened it."""
-    for room in (identity, watchdog):
+    for room in (identity, nccl, non_attention, waits, watchdog):
         monkeypatch.setattr(room, "is_over", lambda event: event.query())  # no driver knows it
     yield
     if "deepspeed_cad.session" in sys.modules:

@@ -36,8 +36,7 @@ class Watched:
                  comparison: Comparison | None = None) -> None:  # fmt: skip
         self.store = store or dist.HashStore()
         self.alarm = Alarm(rank, Liveness(self.store, rank, ranks), timeout_s)
-        self.gave_up, self.ended_also = list[float](), list[float]()
-        self.ended: list[str] = []
+        self.gave_up, self.ended_also, self.ended = list[float](), list[float](), list[str]()
         self.now = 0.0
         self.dog = Watchdog(self.alarm, lambda: self.gave_up.append(self.now), comparison=comparison)
         self.dog.end_messages = lambda: self.ended_also.append(self.now)
