@@ -35,11 +35,13 @@ FITTED = {
 """Commits of the runs that figures of the simulator were found from, or that it was mended with in view: all until
 22 November 2026, 09:03, and the last one for H100. Nothing was fitted to others."""
 KNOWN: dict[tuple[str, str, str], str] = {
-    ("h200x2/servers_fcc832a_reserved_host.json", "cad, 1 reserved", "ratio"): (
-        "the server was idle for longer than planned and the trainer took longer; with 262,144 tokens over the same "
-        "kind of link both are as foreseen. Cuts into waves are chosen otherwise since the commit after it. Not looked "
-        "into: no timeline was recorded"
-    ),
+    **{
+        (f"{of}_reserved_host.json", "cad, 1 reserved", "ratio"): (
+            "the server was idle for longer than planned and the trainer took longer; with 262,144 tokens over the "
+            "same kind of link both are as foreseen. Not looked into: no timeline was recorded over this link"
+        )
+        for of in ("h200x2/servers_fcc832a", "h100x2/servers_c42b19a")
+    },
     **{
         ("h100x4/shares_tensor_b0dd75f.json", mode, "tokens"): (
             "torch's parallelize_module took 0.25 s a step longer than its matrix products, attention and collectives, "
@@ -60,9 +62,6 @@ KNOWN: dict[tuple[str, str, str], str] = {
     ),
     ("h100x4/servers_a8fbbe0_reserved_rows.json", "cad, 1 reserved", "ratio"): (
         "three trainers waited 0.7 to 0.9 s a step for their server, more than foreseen. Not looked into"
-    ),
-    ("h200x2/servers_reserved_nvlink.json", "cad, 1 reserved", "memory"): (
-        "at its commit ranks held more, in place too, where 9 % are missing"
     ),
     ("h200x4/train_span_64k_4r_2026-11-21.json", "cad", "memory"): (
         "at this commit a server copied its own rows beside those that arrive; it does not any more"

@@ -87,6 +87,13 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
     return tokens * row * (min(layers, 2 if setting.keep == "host" else layers) - 1)
 
 
+def earlier_key_bytes(setting: Setting, tokens: float) -> float:
+    """K and V of `tokens` of a first part that the second one reads: of all layers from their forward to their
+    backward, and while the second part attends a copy of one layer's, and their gradients."""
+    row = setting.shape.groups * setting.shape.key_value_bytes
+    return tokens * row * (setting.attending + 2)
+
+
 def served_bytes(setting: Setting, flows: Flows, seats: slice = slice(None)) -> float:
     """What the fullest of some servers keeps until its backward: O and LSE of what it served; without checkpointing Q,
     K and V too, which do not travel again then. With `keep` "host" all that is away while other layers work, which need

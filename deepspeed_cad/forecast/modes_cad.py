@@ -27,7 +27,13 @@ from deepspeed_cad.forecast.attention import (
     read_others,
     trip_seconds,
 )
-from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, served_bytes, state_bytes
+from deepspeed_cad.forecast.bytes_held import (
+    activation_bytes,
+    earlier_key_bytes,
+    landing_bytes,
+    served_bytes,
+    state_bytes,
+)
 from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
@@ -170,7 +176,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         own = Layout(layout.ranks, rows, np.where(np.arange(layout.ranks) < trainers, layout.tokens, 0))
         tokens = own.tokens.astype(np.float64)
         other = non_attention(setting, tokens)
-        alone, exposed, attended, flows, waiting = _alternate(setting, own, trainers)
+        alone, exposed, attended, flows, (waiting, earlier) = _alternate(setting, own, trainers)
         exchange = exposed + _latency(setting)
         ran = alone + exchange + 2 * UNEVEN * float(other.each.sum(0).max())
         linear, attention, tensor = (float(one.mean()) for one in (other.layers.sum(0), attended, other.tensor.sum(0)))
@@ -181,6 +187,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         kept = sum(served_bytes(setting, one, slice(trainers)) for one in flows)
         served = sum(served_bytes(at_servers, one, slice(trainers, None)) for one in flows)
         trains = state + kept + activation_bytes(setting, float(tokens.max()), kept=True, waiting=waiting)
+        trains += earlier_key_bytes(setting, earlier)
         peak = max(peak, landing + max(trains, served))
     ran, *parts = map(float, np.sum(met, 0))
     moved *= setting.attending / setting.seats
@@ -190,11 +197,14 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
     )  # fmt: skip
 
 
-def _alternate(setting: Setting, rows: Layout, trainers: int) -> tuple[float, float, Floats, list[Flows], float]:
+def _alternate(
+    setting: Setting, rows: Layout, trainers: int
+) -> tuple[float, float, Floats, list[Flows], tuple[float, float]]:
     """Two parts, cut and planned as training does it, or one where documents span trainers.
 
     Out: seconds of trainers without exchanges that nothing hides, and of these; [seats] of attention; what moves of
-    each part; tokens of the smaller part at the fullest trainer, which is being attended while the other runs layers.
+    each part; tokens of the fullest trainer: of the smaller part, which is being attended while the other runs layers,
+    and of the first part that the second one reads.
     """
     each, seats, layers, model = _one_layer(setting), setting.seats, setting.attending, setting.model
     per_token, only_serve = float(each.sum()), np.arange(seats) >= trainers
@@ -225,8 +235,11 @@ def _alternate(setting: Setting, rows: Layout, trainers: int) -> tuple[float, fl
         for way in (parts, [replace(one, out=(0.0, 0.0), back=(0.0, 0.0)) for one in parts])
     )
     fullest = int(rows.tokens.argmax())
-    waiting = 0.0 if cut is None else float(min(tick.query_tokens[fullest] for tick in ticks))
-    return hidden + float(rows.tokens.max()) * setting.work.loss, max(0.0, ran - hidden), attention, flows, waiting
+    of_parts = (0.0, 0.0)
+    if cut is not None:
+        waiting = min(tick.query_tokens[fullest] for tick in ticks)
+        of_parts = float(waiting), float(ticks[-1].query_base[fullest] - ticks[-1].key_base[fullest])
+    return hidden + float(rows.tokens.max()) * setting.work.loss, max(0.0, ran - hidden), attention, flows, of_parts
 
 
 def even_servers(setting: Setting, layout: Layout) -> int:
