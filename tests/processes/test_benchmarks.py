@@ -97,13 +97,14 @@ def test_the_measurements_have_names() -> None:
         ("finetune", "--tiny --context 256 --synthetic 64 --steps 3", r"median [\d.]+ s off, [\d.]+ s on"),
         ("dealt", "--divide 128 --steps 2", r"\| dealt \| (?s:.*)padded, .* losses are at most \d\.\de-0[789] apart"),
         ("rollouts", "--batch 8 --divide 128 --context 512", r"\| cad \| (?s:.*)by_length.*modes differ by at most 0"),
+        ("servers", "--tokens 2048", r"\| reserved_nvlink \| 1 \+ 1 \| c10d \| "),
         ("shares", "--tokens 512 --steps 1 --repeats 1", r"ulysses 2 × 2 .* 1\.70 → 1\.[0-3].* most (0|\S+e-0[789])"),
     ],
 )
 def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) -> None:
     workload = str(ROOT / "benchmarks" / "workloads" / "meet_64k_2r.json")
     tiny = sizes if name == "finetune" else f"{' '.join(TINY)} {sizes}"
-    more = {"SIZES" if name in ("dealt", "finetune", "rollouts", "shares") else "MORE": tiny}
+    more = {"MORE" if name in ("headline", "pipeline") else "SIZES": tiny, "LINKS": "nvlink"}
     run = gpus(name, str(tmp_path), workload, script="gpus", GPUS="4" if name == "shares" else "2", **more)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert re.search(last, run.stdout) and list(tmp_path.rglob("*.json"))
