@@ -94,20 +94,21 @@ def served(*results: Any) -> list[float]:
         (a["servers"], b["servers"], a["commit"], a["tokens"]) == (1, 0, b["commit"], b["tokens"]) for a, b in pairs
     )
     speeds = [reserved["tokens_per_s"] / in_place["tokens_per_s"] for reserved, in_place in pairs]
-    links = [reserved["link_GBps"]["between"] for reserved, _ in pairs[2:]]
+    links = {round(reserved["link_GBps"]["between"]) for reserved, _ in pairs[2:]}
     idle = [100 * reserved["ranks"][0]["servers_idle"] for reserved, _ in pairs]
-    return [f(v) for v in (speeds[:2], speeds[2:], links, idle) for f in (min, max)]
+    return [*(f(v) for v in (speeds[:2], speeds[2:]) for f in (min, max)), *links, min(idle), max(idle)]
 
 
-HEADLINE = ("h200x2/train_heavy_64k_2r_b12bcb0.json", "h100x4/train_prolong_64k_4r_ca692e1.json")
+HEADLINE = ("h100x2/train_heavy_64k_2r_c42b19a.json", "h100x4/train_prolong_64k_4r_ca692e1.json")
 H200X4 = "h200x4/train_prolong_64k_4r_2026-11-21.json"
 EVEN, STREAM, HEAVY = (f"h100x4/train_{one}.json" for one in
                        ("even_4k_4r_ca692e1", "stream_64k_4r_ca692e1", "heavy_64k_4r_4c379e8"))  # fmt: skip
 SERVED = tuple(
-    f"h200x2/servers_{commit}_{mode}_{link}.json"
-    for commit, link in (("5458279", "nvlink"), ("81c8253", "nvlink"), ("fcc832a", "host"), ("5458279", "host"))
+    f"{gpu}x2/servers_{commit}_{mode}_{link}.json"
+    for gpu, commit, link in (("h100", "c42b19a", "nvlink"), ("h200", "81c8253", "nvlink"), ("h100", "c42b19a", "host"),
+                              ("h200", "5458279", "host"))
     for mode in ("reserved", "in-place")
-)
+)  # fmt: skip
 SERVED4 = tuple(f"h100x4/servers_{one[0]}_{mode}_{one[1]}.json" for one in (("6af240d", "nvlink"), ("a8fbbe0", "rows"))
                 for mode in ("reserved", "in-place"))  # fmt: skip
 EXACT = tuple(
@@ -213,14 +214,14 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      both(lambda r: r["bounds"]["bound_qkv"]["tokens_per_s_per_gpu"] / rate(r, "dp"))),
     ("plain, CAD | {0:.1f}, {2:.1f} GiB | {1:.1f}, {3:.1f} GiB |", HEADLINE,
      both(lambda r: r["modes"]["dp"]["peak_GiB"], lambda r: r["modes"]["cad"]["peak_GiB"])),
-    ("6 steps | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `b12bcb0` |",
-     "h200x2/train_prolong_64k_2r_b12bcb0.json", both(over, over_kept, kept_of_ulysses)),
+    ("6 steps | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `c42b19a` |",
+     "h100x2/train_prolong_64k_2r_c42b19a.json", both(over, over_kept, kept_of_ulysses)),
     ("attention {2:.0f} and {3:.0f} % of a step, ranks nearly even, 3 steps | kept {0:.2f}; kept {1:.2f} | `b12bcb0` |",
      tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
      both(over_kept, attention_share)),
     ("documents are alike ({:.2f} of plain with attention kept),", EVEN, both(over_kept)),
     ("fills all GPUs ({:.2f} of Ulysses with attention kept)", MILLION, both(kept_of_ulysses)),
-    ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`b12bcb0`), and {:.3f} on one H100",
+    ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`c42b19a`), and {:.3f} on one H100",
      (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
      lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
     ("recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |", H200X4,
@@ -235,8 +236,8 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("gathered as often, 4 steps | {:.2f} of plain | `720b9da` |", "h200x4/fsdp2_prolong_64k_4r.json",
      lambda r: (r["tokens_per_s_per_gpu"]["cad"] / r["tokens_per_s_per_gpu"]["plain"],)),
     ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
-    ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} to {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
-     "| `81c8253`, `fcc832a`, `5458279` |", SERVED, served),
+    ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
+     "| `c42b19a`, `81c8253`, `5458279` |", SERVED, served),
     ("in place | {0:.2f}, {2:.2f} over NVLink; the servers idle {1:.0f}, {3:.0f} % | `6af240d`, `a8fbbe0` |", SERVED4,
      lambda *runs: [one for at in (0, 2) for one in beside_in_place(*runs[at : at + 2])[:2]]),
     ("hosts of 2 at {3:.0f} GB/s; over sockets at {4:.1f} GB/s; as 3 and 1 at {5:.0f} GB/s | kept {0:.2f} of plain and "
@@ -252,11 +253,12 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
 TUNED, TUNED_BEFORE = (f"h100x2/finetune_{commit}.json" for commit in ("19e1654", "f0d67c3"))
 HYBRID, PARTED = (f"h100x2/hybrid_long_{commit}.json" for commit in ("f6e74fe", "f0d67c3"))
 LONG = "h100x2/hybrid_long_4_layers_b0dd75f.json", "h100x4/hybrid_long_b0dd75f.json"
-DEALT, PADDED = "h100x2/dealt_chat_4_5d16fe3.json", "h100x2/dealt_chat_4_padded_b1cdf08.json"
+DEALT, PADDED, MIX = (f"h100x2/dealt_{one}.json" for one in
+                      ("chat_4_5d16fe3", "chat_4_padded_b1cdf08", "long_mix_4_c42b19a"))  # fmt: skip
 DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     "steps": [
         *(
-            (f"| {words} | {{:,.0f}} | {{:.2f}} | {{:.2f}} | {{:,.0f}} | {{:.2f}} | {{:.2f}} |", (DEALT, PADDED),
+            (f"| {words} |" + " {:,.0f} | {:.2f} | {:.2f} |" * 3, (DEALT, PADDED, MIX),
              lambda *results, mode=mode: [figure for one in results for figure in dealt(one, mode)])
             for words, mode in (
                 ("plain", "plain:kept"), ("plain, `group_by_length`", "grouped:kept"), ('CAD, `"keep"`', "cad"),
@@ -309,8 +311,8 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             (f"{words} | {{:.3f}} | {{:.1f}} % | {{:.1f}}, {{:.1f}} |", (*SERVED, *SERVED4)[2 * n : 2 * n + 2],
              beside_in_place)
             for n, words in enumerate((
-                "| 131,072 | NVLink, commit 5458279", "| 262,144 | NVLink, commit 81c8253",
-                "| 131,072 | 19 GB/s, host memory, commit fcc832a; 16 when in place ran",
+                "| 131,072 | NVLink, commit c42b19a", "| 262,144 | NVLink, commit 81c8253",
+                "| 131,072 | 18 GB/s, host memory, commit c42b19a",
                 "| 262,144 | 18 GB/s, host memory, commit 5458279", "two servers | NVLink, commit 6af240d",
                 "one server | NVLink, commit a8fbbe0",
             ))
