@@ -412,6 +412,8 @@ def _end() -> None:
     for session in _sessions:
         session.leave(reason)
         session.say_last(reason)
+        if session.tracer is not None and not reason:
+            session.tracer.finish()
 
 
 def close_session() -> None:

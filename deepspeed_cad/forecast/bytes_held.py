@@ -87,7 +87,7 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
     return tokens * row * (min(layers, 2 if setting.keep == "host" else layers) - 1)
 
 
-def earlier_key_bytes(setting: Setting, tokens: float) -> float:
+def key_bytes(setting: Setting, tokens: float) -> float:
     """K and V of `tokens` of a first part that the second one reads: of all layers from their forward to their
     backward, and while the second part attends a copy of one layer's, and their gradients."""
     row = setting.shape.groups * setting.shape.key_value_bytes

@@ -27,13 +27,7 @@ from deepspeed_cad.forecast.attention import (
     read_others,
     trip_seconds,
 )
-from deepspeed_cad.forecast.bytes_held import (
-    activation_bytes,
-    earlier_key_bytes,
-    landing_bytes,
-    served_bytes,
-    state_bytes,
-)
+from deepspeed_cad.forecast.bytes_held import activation_bytes, key_bytes, landing_bytes, served_bytes, state_bytes
 from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
@@ -187,7 +181,7 @@ def reserved(setting: Setting, step: Sequence[Layout], servers: int) -> Foreseen
         kept = sum(served_bytes(setting, one, slice(trainers)) for one in flows)
         served = sum(served_bytes(at_servers, one, slice(trainers, None)) for one in flows)
         trains = state + kept + activation_bytes(setting, float(tokens.max()), kept=True, waiting=waiting)
-        trains += earlier_key_bytes(setting, earlier)
+        trains += key_bytes(setting, earlier)
         peak = max(peak, landing + max(trains, served))
     ran, *parts = map(float, np.sum(met, 0))
     moved *= setting.attending / setting.seats
