@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import torch
 
-_PRELOAD = ["torch", "torch.distributed", "transformers", "numpy"]
+_PRELOAD = ["torch", "torch.distributed", "transformers", "numpy", "pytest", "setuptools"]
 _HOSTS = [
     "transformers.trainer", "accelerate", "deepspeed", "peft", "datasets", "trl.trainer.sft_trainer",
-    "trl.trainer.dpo_trainer", "networkx",
+    "trl.trainer.dpo_trainer", "networkx", "torch._inductor.compile_fx",
 ]  # fmt: skip
-"""Frameworks, and what torch.compile imports late. Imported once, in the process that workers are forked from, they
-cost each worker nothing; what is not installed is passed over."""
+"""Frameworks, and what torch.compile and DeepSpeed's optimizers import late. Imported once, in the process that workers
+are forked from, they cost each worker nothing; what is not installed is passed over."""
 
 
 @cache

@@ -18,7 +18,7 @@ from deepspeed_cad.session import close_session
 LENGTHS = [[200], [24, 30, 40, 50, 56], [100] * 2, [1, 9, 190], [20] * 10, [150, 50], [200], [40] * 5]
 """Documents of each packed row; all rows have 200 tokens, as packing gives."""
 
-STEPS = 6
+STEPS = 4
 """Optimizer steps that every way of training is compared over."""
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}

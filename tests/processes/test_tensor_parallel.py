@@ -185,9 +185,9 @@ def _compare(rank: int, world: int, run: Any, folder: str) -> list[Any]:
     return list(trainers.without_and_with(run, folder))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @OLD
-@pytest.mark.parametrize("run", [_trainer, pytest.param(_accelerate, marks=pytest.mark.long)])
+@pytest.mark.parametrize("run", [_trainer, _accelerate])
 def test_host_frameworks(fresh_workers: WorkerPool, run: Any, tmp_path: Path) -> None:
     training.tiny_llama(torch.float32).save_pretrained(tmp_path)
     for plain, cad in fresh_workers.run(_compare, WORLD, run, str(tmp_path), timeout=140.0):
