@@ -36,10 +36,8 @@ def test_own_rows_stay_and_only_keys_come() -> None:
     assert queries[:, [HOME, SERVER]].tolist() == [[2, 1]]
     # Keys that rows of others read come first: those of head group 2, which rank 1's own rows read in part.
     assert slices.half_local.tolist() == [
-        [1, 0, 2, 0, 100, 300, 200, 200],
-        [1, 2, 3, 0, 100, 0, 200, 300],
-        [2, 0, 2, 0, 100, 0, 300, 300],
-    ]
+        [1, 0, 2, 0, 100, 300, 200, 200], [1, 2, 3, 0, 100, 0, 200, 300], [2, 0, 2, 0, 100, 0, 300, 300],
+    ]  # fmt: skip
     schedule = schedule_rank(LONG.tick(), slices, 1, 3)
     assert [(b.q_row, b.k_row, b.q_rows, b.k_rows, b.k_step) for b in schedule.half_local] == [
         (0, 300, 100, 200, 200),
