@@ -89,9 +89,10 @@ def kept_output_bytes(setting: Setting, tokens: float, in_flight: int = 1) -> fl
 
 def key_bytes(setting: Setting, tokens: float) -> float:
     """K and V of `tokens` of a first part that the second one reads: of all layers from their forward to their
-    backward, and while the second part attends a copy of one layer's, and their gradients."""
+    backward, which autograd keeps anyway without checkpointing; and while the second part attends, a copy of one
+    layer's, and their gradients."""
     row = setting.shape.groups * setting.shape.key_value_bytes
-    return tokens * row * (setting.attending + 2)
+    return tokens * row * (setting.attending * setting.checkpointing + 2)
 
 
 def served_bytes(setting: Setting, flows: Flows, seats: slice = slice(None)) -> float:

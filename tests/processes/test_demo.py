@@ -81,9 +81,7 @@ def test_pack() -> None:
     documents = iter([[1, 2, 3], [4, 5, 6, 7], list(range(100, 150)), [8], [9, 9, 9, 9, 9]])
     rows = packing.pack(documents, tokens=5, rows=3)
     assert [row["input_ids"][0].tolist() for row in rows] == [
-        [1, 2, 3, 4, 5],
-        [6, 7, 100, 101, 102],
-        [103, 104, 8, 9, 9],
-    ]
+        [1, 2, 3, 4, 5], [6, 7, 100, 101, 102], [103, 104, 8, 9, 9],
+    ]  # fmt: skip
     assert [row["position_ids"][0].tolist() for row in rows] == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2], [0, 1, 0, 0, 1]]
     assert rows[0]["labels"][0].tolist() == [-100, 2, 3, -100, 5]

@@ -45,11 +45,9 @@ def test_every_mode_is_exact(name: str, local_first: bool, recompute: bool) -> N
         assert counts.waits.seconds() >= 0
         resent = [HEADS // GROUPS * DIM, DIM, VALUE]
         assert ranks.network.transports[rank].shipped == [
-            [HEADS // GROUPS * DIM, DIM, VALUE],
-            [HEADS // GROUPS * VALUE, HEADS // GROUPS],
-            [HEADS // GROUPS * VALUE, *resent],
-            [HEADS // GROUPS * DIM, DIM, VALUE],
-        ]
+            [HEADS // GROUPS * DIM, DIM, VALUE], [HEADS // GROUPS * VALUE, HEADS // GROUPS],
+            [HEADS // GROUPS * VALUE, *resent], [HEADS // GROUPS * DIM, DIM, VALUE],
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("window, softcap", [(None, 3.0), (19, None), (5, 2.0), (1, None)])

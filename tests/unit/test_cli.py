@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -93,9 +94,10 @@ def test_a_probe_that_fails_is_a_finding() -> None:
 
 
 def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGES", {"no_such_package": "pip install no_such_package"})
-    found = Finding("no_such_package", False, "not installed", "pip install no_such_package")
-    assert doctor.try_packages()[0] == found
+    monkeypatch.setattr(doctor, "PACKAGES", {"no_such_package": "pip install no_such_package", "numpy": "build it"})
+    monkeypatch.setattr(doctor, "import_module", mock.Mock(side_effect=OSError("no BLAS")))
+    missing = Finding("no_such_package", False, "not installed", "pip install no_such_package")
+    assert doctor.try_packages()[:2] == [missing, Finding("numpy", False, "cannot be imported: no BLAS", "build it")]
 
 
 def test_autoload_is_tried_in_another_python(monkeypatch) -> None:

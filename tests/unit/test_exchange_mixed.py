@@ -141,10 +141,8 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
         return PeerGroup(members, int(np.searchsorted(members, group.rank)), "host")
 
     for name, value in (
-        ("Stream", lambda *_, **__: Stream()),
-        ("Event", Event),
-        ("current_stream", lambda *_: current),
-    ):
+        ("Stream", lambda *_, **__: Stream()), ("Event", Event), ("current_stream", lambda *_: current),
+    ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: network.asked[x.data_ptr()].append(stream))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())

@@ -13,7 +13,7 @@ from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, build_slices
-from deepspeed_cad.schedule.waves import Cut, split_tasks
+from deepspeed_cad.schedule.waves import Cut, _join, split_tasks
 
 SINKS = torch.linspace(-1, 2, HEADS)
 EXACT = ("two", "odd", "hundreds", "a rank with no tokens", "documents over borders", "a tail of padding")
@@ -22,11 +22,9 @@ EXACT = ("two", "odd", "hundreds", "a rank with no tokens", "documents over bord
 def cells(tasks: np.ndarray) -> set[tuple[int, ...]]:
     """(document, row, head group, server) of every row that tasks compute; none twice."""
     found = [
-        (int(d), row, group, int(server))
-        for d, begin, end, first, last, server in tasks
-        for row in range(begin, end)
+        (int(d), row, group, int(server)) for d, begin, end, first, last, server in tasks for row in range(begin, end)
         for group in range(first, last)
-    ]
+    ]  # fmt: skip
     assert len(found) == len(set(found))
     return set(found)
 
@@ -74,6 +72,11 @@ def test_attention_in_waves_is_exact(
     assert max(ranks.run().values()) < 1e-10
     for transport in ranks.network.transports:
         assert transport.exchanges == 4 * waves * len(ranks.ticks)
+
+
+def test_head_groups_that_follow_each_other_are_joined_inside_a_document() -> None:
+    tasks = np.array([[1, 0, 9, 2, 4, 1], [0, 0, 9, 0, 1, 1], [1, 0, 9, 1, 2, 1]])
+    assert _join(tasks).tolist() == [[0, 0, 9, 0, 1, 1], [1, 0, 9, 1, 4, 1]]
 
 
 def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
