@@ -55,12 +55,9 @@ def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[
 # How a process ends
 
 ENDS = {
-    "returns": ("", "main"),
-    "sys.exit(0)": ("sys.exit(0)", "main"),
-    "os._exit(0)": ("os._exit(0)", "main"),
-    "a child returns": ("", "child"),
-    "a fork calls os._exit(0)": ("os._exit(0)", "fork"),
-}
+    "returns": ("", "main"), "sys.exit(0)": ("sys.exit(0)", "main"), "os._exit(0)": ("os._exit(0)", "main"),
+    "a child returns": ("", "child"), "a fork calls os._exit(0)": ("os._exit(0)", "fork"),
+}  # fmt: skip
 
 
 def _end(folder: Path, end: str, where: str, trains: str) -> subprocess.CompletedProcess[str]:

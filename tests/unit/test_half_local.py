@@ -40,9 +40,8 @@ def test_own_rows_stay_and_only_keys_come() -> None:
     ]  # fmt: skip
     schedule = schedule_rank(LONG.tick(), slices, 1, 3)
     assert [(b.q_row, b.k_row, b.q_rows, b.k_rows, b.k_step) for b in schedule.half_local] == [
-        (0, 300, 100, 200, 200),
-        (0, 0, 100, 200, 300),
-    ]
+        (0, 300, 100, 200, 200), (0, 0, 100, 200, 300),
+    ]  # fmt: skip
     assert upload_schedule(schedule, torch.device("cpu")).waves[0].keys_overlap, "head group 2 is read twice"
     alone = schedule_rank(LONG.tick(), slices, 2, 3)
     assert not upload_schedule(alone, torch.device("cpu")).waves[0].keys_overlap

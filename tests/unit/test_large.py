@@ -102,6 +102,5 @@ def test_rows_are_packed_and_placed_beyond_2_to_the_31() -> None:
 def test_batches_end_where_kernels_can_count_no_further() -> None:
     tasks = [(0, 0, LONG, 0, GROUPS, 0), (1, 0, 7, 0, GROUPS, 0), (2, 0, LONG, 0, GROUPS, 0), (3, 0, 8, 0, GROUPS, 1)]
     assert batches([[LONG, 7, LONG], [8]], tasks) == [
-        (0, [0, LONG, LONG + 7], 0, [0, LONG, LONG + 7]),
-        (LONG + 7, [0, LONG], LONG + 7, [0, LONG]),
-    ]
+        (0, [0, LONG, LONG + 7], 0, [0, LONG, LONG + 7]), (LONG + 7, [0, LONG], LONG + 7, [0, LONG]),
+    ]  # fmt: skip

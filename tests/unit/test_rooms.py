@@ -152,11 +152,9 @@ def test_attention_takes_plans_and_makes_none() -> None:
 def test_who_imports_the_integrations() -> None:
     inside = set(of(*STARTS, "integrations"))
     wrong = [
-        f"{module} -> {name}"
-        for module in sorted(set(modules()) - inside)
-        for name in imports(module)
+        f"{module} -> {name}" for module in sorted(set(modules()) - inside) for name in imports(module)
         if is_in(name, "integrations")
-    ]
+    ]  # fmt: skip
     assert not wrong
 
 

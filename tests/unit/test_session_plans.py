@@ -134,6 +134,13 @@ def test_a_forward_alone_is_even_in_what_it_costs() -> None:
     assert 0 < alone.finish.max() < 0.5 * both.finish.max()
 
 
+def test_steps_of_one_micro_batch_are_not_arranged_together() -> None:
+    ended = list[int]()
+    feed: Any = SimpleNamespace(replicas=2, orders=True, deals=False, end=lambda: ended.append(1))
+    feed.config, feed.shares = SimpleNamespace(documents="keep"), SimpleNamespace(pieces=0)
+    assert StepAhead(feed).submit([]) is None and ended == [1]
+
+
 class Loader(list[int]):
     end_of_dataloader = False
 

@@ -85,12 +85,11 @@ def _go_on_after_a_forward_that_raised(session: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        (_crash, "ValueError: no data"),
-        (_exit_under_the_launcher, "exit code 3"),
+        (_crash, "ValueError: no data"), (_exit_under_the_launcher, "exit code 3"),
         (_close_while_an_error_passes, "KeyboardInterrupt"),
         (_go_on_after_a_forward_that_raised, "rank 0: out of memory"),
     ],
-)
+)  # fmt: skip
 def test_the_last_line_tells_a_crash(end: Any, reason: str, monkeypatch: Any, capfd: Any) -> None:
     end(train(), monkeypatch)
     close_session()

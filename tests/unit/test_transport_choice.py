@@ -31,6 +31,11 @@ def test_a_transport_asked_for_by_name_is_refused_with_its_reason(name: str, wor
         choose_transport(name, None, CPU, alone)  # type: ignore[arg-type]
 
 
+def test_gpus_of_amd_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert str(probing._local_refusal("nccl", torch.device("cuda"))).endswith("this torch is built for AMD")
+
+
 class Made:
     """A transport that only says that it was made and closed."""
 
