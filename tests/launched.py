@@ -76,8 +76,6 @@ use_cpu: false
 def zero(stage: int, cad: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """A JSON for DeepSpeed; `changes`: of "zero_optimization"."""
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, **changes},
-        "zero_allow_untested_optimizer": True,
-        **({} if cad is None else {"cad": cad}),
-    }
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **changes},
+        "zero_allow_untested_optimizer": True, **({} if cad is None else {"cad": cad}),
+    }  # fmt: skip

@@ -145,14 +145,11 @@ DOCS = training.documents([20, 12], 0)
 PACKED, PADDED = training.pack(DOCS), pad(DOCS)
 NUMBERS, HIDDEN = torch.tensor([[1] * 20 + [2] * 12]), torch.tensor([[1] * 30 + [0] * 2])
 TRAVELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (PACKED, {}),
-    (PACKED, {"attention_mask": torch.ones(1, 32)}),
-    (PACKED, {"attention_mask": NUMBERS}),
+    (PACKED, {}), (PACKED, {"attention_mask": torch.ones(1, 32)}), (PACKED, {"attention_mask": NUMBERS}),
     (PACKED, {"labels": torch.full((1, 32), -100), "attention_mask": HIDDEN}),
-    (PACKED, {"labels": torch.ones(1, 32), "shift_labels": torch.ones(1, 32)}),
-    (PADDED, {}),
+    (PACKED, {"labels": torch.ones(1, 32), "shift_labels": torch.ones(1, 32)}), (PADDED, {}),
     (PADDED, {"position_ids": torch.arange(20).expand(2, 20)}),
-]
+]  # fmt: skip
 ENDS = torch.tensor([0, 20, 32])
 STAYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("position_ids", PACKED, {"position_ids": ...}),

@@ -18,7 +18,8 @@ from deepspeed_cad.ahead.step import StepAhead
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.layout import Layout
+from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.layout import Layout, segments_from_positions
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE
 from deepspeed_cad.planner.plan import Plan
@@ -109,6 +110,11 @@ def test_ranks_compare_costs_and_configuration(session: Session) -> None:
         assert other.cost.figures == session.cost.figures and other.gatherer._settings != session.gatherer._settings
     finally:
         other.close()
+
+
+def test_a_rank_attends_no_part_of_a_document_alone(session: Session) -> None:
+    with pytest.raises(CADDataError, match='starts at position 7, so it began on another rank. .*"balanced"'):
+        session.plans.open_local(segments_from_positions(np.array([[7, 8, 0, 1]])))
 
 
 WHOLE = HeadShape(32, 8, 128, 128, 2)
