@@ -18,20 +18,18 @@ LENGTHS = ((1, 1), (200, 900), (64, 64), (333, 333), (128, 1500), (7, 1031))
 """Query and key rows of the sequences that kernels are checked on."""
 
 SHAPES = {
-    "32/8 × 128": {"heads": 32, "groups": 8, "head": 128},
-    "4/1 × 128": {"heads": 4, "groups": 1, "head": 128},
+    "32/8 × 128": {"heads": 32, "groups": 8, "head": 128}, "4/1 × 128": {"heads": 4, "groups": 1, "head": 128},
     "view 4/1 of 32/8 × 128": {"heads": 32, "groups": 8, "head": 128, "view": True},
     "32/8 × 128, keys by head group": {"heads": 32, "groups": 8, "head": 128, "landed": True},
     "8/2 × 64": {"heads": 8, "groups": 2, "head": 64},
     "8/2 × 64, sinks": {"heads": 8, "groups": 2, "head": 64, "sinks": True},
     "8/2 × 64, window 100": {"heads": 8, "groups": 2, "head": 64, "window": 100},
     "4/1 × 64, window 100, sinks": {"heads": 4, "groups": 1, "head": 64, "window": 100, "sinks": True},
-    "8/8 × 96": {"heads": 8, "groups": 8, "head": 96},
-    "16/1 × 256": {"heads": 16, "groups": 1, "head": 256},
+    "8/8 × 96": {"heads": 8, "groups": 8, "head": 96}, "16/1 × 256": {"heads": 16, "groups": 1, "head": 256},
     "8/2 × 64, soft-cap": {"heads": 8, "groups": 2, "head": 64, "softcap": 2.0},
     "8/2 × 64, soft-cap, window": {"heads": 8, "groups": 2, "head": 64, "softcap": 2.0, "window": 100},
     "4/4 × 192, values 128": {"heads": 4, "groups": 4, "head": 192, "value": 128},
-}
+}  # fmt: skip
 
 
 def run(place: Place, lines: Lines, case: str) -> None:

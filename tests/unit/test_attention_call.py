@@ -1,6 +1,8 @@
 """One layer's attention in one process, as a model calls it: autocast, mistakes of a model, what is kept and freed."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,12 +10,13 @@ import torch
 from cases import document_attention
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_cad.attention.call import Released
+from deepspeed_cad.attention.call import Calls, Released
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
 from deepspeed_cad.attention.layer import LayerInput, whole_rank_tasks
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
+from deepspeed_cad.attention.surviving import SurvivingCall
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -25,6 +28,7 @@ from deepspeed_cad.schedule import build_slices, schedule_rank
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM = 4, 2, 8
 LABEL = "Attention of layer 3"
+SERVERS: Any = SimpleNamespace(generation=0, repeated=0, all_have=bool)
 
 
 class Layer(torch.nn.Module):
@@ -168,11 +172,13 @@ def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute
 
 
 @RUNS
-def test_sinks_are_trained_alone(run: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("calls", [Calls(), Calls(lambda make: SurvivingCall(make, SERVERS))])
+def test_sinks_are_trained_alone(calls: Calls, run: Callable[..., torch.Tensor]) -> None:
     """Q, K and V need no gradient: the call is not asked for theirs, and keeps nothing."""
     q, k, v = (x.detach() for x in inputs(8))
     sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
     layer = Layer([8])
+    layer.micro_batch.calls = calls
     o = run(layer, lambda o: o * 2, q, k, v, sinks)
     heads = [x[0].transpose(0, 1) for x in (q, k, v)]
     expected = torch.autograd.grad(document_attention(*heads, 1.0, sinks=sinks).sum() * 2, sinks)[0]

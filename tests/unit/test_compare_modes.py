@@ -198,11 +198,10 @@ def test_what_fits_and_what_would() -> None:
 
 def test_only_what_was_compared_has_no_star() -> None:
     names = {
-        (ranks, one.mode)
-        for ranks in (1, 2, 3, 4)
+        (ranks, one.mode) for ranks in (1, 2, 3, 4)
         for one in compare(setting(ranks), [[Layout.from_rank_lengths([[4096]] * ranks)]], servers=1).found
         if one.measured
-    }
+    }  # fmt: skip
     alike = [run for run in RUNS if (run.machine, run.sharding, run.pipeline) == ("NVIDIA H200", "zero1", 1)]
     assert names == {(run.ranks, run.mode) for run in alike}
     other = replace(setting(), cluster=Cluster(4, 4, Machine.load("b200")))

@@ -129,8 +129,7 @@ LIBRARY = types.SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=None)  # o
     [
         ({"dtype": torch.float32}, (9, 0), dict.fromkeys(names()[:-1], "float32")),
         ({"head_dim": 60, "value_dim": 60}, (9, 0), dict.fromkeys(names()[:-1], "size 60")),
-        ({}, (8, 0), {"flash_attn_4": "8.0"}),
-        ({}, (7, 5), {"flash_attn_2": "7.5", "torch_varlen": "7.5"}),
+        ({}, (8, 0), {"flash_attn_4": "8.0"}), ({}, (7, 5), {"flash_attn_2": "7.5", "torch_varlen": "7.5"}),
         ({"value_dim": 128}, (9, 0), dict.fromkeys(("flash_attn_2", "torch_varlen"), "128")),
         ({"softcap": True}, (9, 0), {"torch_varlen": "soft-cap"}),
         ({"head_dim": 192, "value_dim": 192}, (10, 0), {"flash_attn_4": "192"}),
@@ -144,7 +143,7 @@ LIBRARY = types.SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=None)  # o
         ({"head_dim": 128, "value_dim": 136}, (12, 0), {"flash_attn_4": ""}),
         ({"softcap": True}, (12, 0), {"flash_attn_4": "neither soft-cap nor"}),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_what_is_missing(
     changes: dict, capability: tuple[int, int], texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,13 +52,12 @@ def test_numbers(launcher: Any, servers: dict[str, Any], sizes: list[int], expec
     ("servers", "sizes", "words"),
     [
         ({"reserved": 4}, [4], "4 ranks: at least one must train"),
-        ({"ranks": [0, 1]}, [2], "at least one must train"),
-        ({"ranks": [4]}, [4], "no rank 4"),
+        ({"ranks": [0, 1]}, [2], "at least one must train"), ({"ranks": [4]}, [4], "no rank 4"),
         ({"ranks": [0]}, [4], "rank 0 would serve and rank 1 of the same host train"),
         ({"reserved": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
         ({"reserved_per_node": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_on_every_rank(servers: dict[str, Any], sizes: list[int], words: str) -> None:
     for rank in range(sum(sizes)):
         with pytest.raises(CADConfigError, match=words):

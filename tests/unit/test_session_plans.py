@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -141,10 +142,8 @@ def test_a_forward_alone_is_even_in_what_it_costs() -> None:
 
 
 def test_steps_of_one_micro_batch_are_not_arranged_together() -> None:
-    ended = list[int]()
-    feed: Any = SimpleNamespace(replicas=2, orders=True, deals=False, end=lambda: ended.append(1))
-    feed.config, feed.shares = SimpleNamespace(documents="keep"), SimpleNamespace(pieces=0)
-    assert StepAhead(feed).submit([]) is None and ended == [1]
+    feed = mock.Mock(replicas=2, orders=True, deals=False, **{"shares.pieces": 0})
+    assert StepAhead(feed).submit([]) is None and feed.end.called and not feed.next_step.called
 
 
 class Loader(list[int]):
@@ -156,10 +155,20 @@ class Loader(list[int]):
             yield batch
 
 
+def test_a_step_that_began_before_it_was_announced_ends_where_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is seen to train by its first forward: of two micro-batches a step the first is not announced."""
+    submit = mock.Mock(side_effect=lambda step, ended: (lambda: step) if step else None)
+    monkeypatch.setattr(StepAhead, "submit", submit)
+    model = SimpleNamespace(forwards=0, looked=0, looks_at_loader=lambda: True)
+    for _ in LookAheadLoader(Loader(range(6)), mock.Mock(), 2, follower=model):
+        model.forwards += 1
+    assert [len(call.args[0]) for call in submit.call_args_list] == [1, 2, 2, 0]
+
+
 def test_the_batch_that_is_said_to_be_the_last_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Accelerate's loaders say it, though a step ahead was read."""
     monkeypatch.setattr(StepAhead, "submit", lambda self, batches, ended: (lambda: batches) if batches else None)
-    feed: Any = SimpleNamespace(begin_epoch=lambda *_: None, give_out=lambda: None)
     for count in (1, 4, 5):
         loader = Loader(range(count))
-        assert [loader.end_of_dataloader for _ in LookAheadLoader(loader, feed, 2)] == [False] * (count - 1) + [True]
+        said = [loader.end_of_dataloader for _ in LookAheadLoader(loader, mock.Mock(), 2)]
+        assert said == [False] * (count - 1) + [True]
