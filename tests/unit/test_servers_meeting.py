@@ -73,8 +73,8 @@ def test_the_same_error_on_every_rank(place: str, changes: dict[str, Any], words
 
 
 def test_a_server_that_does_not_come(place: str) -> None:
-    found = _all(place, lambda role, mine: mine, timeout_s=1.5, ranks=2)
-    assert all(isinstance(one, CADConfigError) and "server 2 did not come within 1.5 s" in str(one) for one in found)
+    found = _all(place, lambda role, mine: mine, timeout_s=5.0, ranks=2)
+    assert all(isinstance(one, CADConfigError) and "server 2 did not come within 5 s" in str(one) for one in found)
 
 
 def test_two_launches_at_one_rendezvous(place: str) -> None:
