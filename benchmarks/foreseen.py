@@ -236,8 +236,6 @@ known, so that it has this form is no blind test; its value is from the fitted r
 long document 0.3 % too slow: there is little beside attention in it to be lost. GPUs of one kind differ by a percent
 or two, and CAD waits for the slowest in every layer, plain training once a step. On more than 4 GPUs it may be more.
 
-Of reserved servers 3 of 6 tests are within 0.6 %, the others are the misses below. Two of these promise too much.
-
 When a rank is done with a layer's attention follows the planner's model of transfers: a server has what it waits for
 when the slowest of those that send to it has sent everything. Between hosts what moves goes in as many waves as
 plans choose: a part travels while the one before is served and the one before that goes back. An all-to-all moves at

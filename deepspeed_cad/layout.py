@@ -353,7 +353,7 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
 
 def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_lens_q") -> LocalSegments:
     """Segments from cumulative lengths ([documents + 1], as FlashAttention takes them); rows behind are padding.
-    `name`: of the argument, for errors. Raises CADDataError where lengths start above 0, fall, or exceed `tokens`."""
+    `name`: of the argument, for errors. Raises CADDataError where these do not start at 0, fall, or exceed `tokens`."""
     ends = _ints(cu_seqlens).reshape(-1)
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > tokens:
         raise CADDataError(

@@ -12,10 +12,8 @@ import deepspeed_cad
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = {
-    2: [[260], [40, 30, 9, 1, 50]],
-    3: [[130, 70], [], [31, 33, 5]],
-    4: [[300, 20], [64] * 3, [7] * 20, [1, 1, 120]],
-}
+    2: [[260], [40, 30, 9, 1, 50]], 3: [[130, 70], [], [31, 33, 5]], 4: [[300, 20], [64] * 3, [7] * 20, [1, 1, 120]],
+}  # fmt: skip
 
 
 def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:

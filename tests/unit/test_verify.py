@@ -64,9 +64,10 @@ def test_one_line_for_each_micro_batch(dtype: torch.dtype, capfd: pytest.Capture
         assert all(error < exact / 5 for error, _ in of.values())
 
 
-def test_windows_are_compared_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_compared_in_blocks_of_rows(monkeypatch: Any, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("deepspeed_cad.integrations.verify._SCORES", 1000)
     train(model=tiny_model("mistral", sliding_window=5))
+    assert [one[0] for one in lines(capfd)] == ["1", "2"]
 
 
 def test_training_is_not_changed() -> None:
