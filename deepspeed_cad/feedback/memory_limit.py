@@ -2,10 +2,10 @@
 
 In: the key "memory", and what this rank sees of its GPU. Out: one limit, that of the rank with least.
 
-"auto" is a share of the GPU's memory from the start, because waves cost little where they are long: then longer
-documents need hardly more. A tick that does not fit into that share, however it is cut, gets the least that there is a
-cut for. After the first backward all that is no more than what training leaves free. Beside servers only that
-counts: waves after the first two would hold up the linear layers that hide what servers do.
+"auto" is a share of the GPU's memory from the start: waves that fit into it mostly cost little. A tick that they would
+hold up gets up to twice that, and one that does not fit, however it is cut, the least that there is a cut for. After
+the first backward all that is no more than what training leaves free. Beside servers only that counts: waves after
+the first two would hold up the linear layers that hide what servers do.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,7 @@ from deepspeed_cad.layout import Ints
 
 PAUSED = -1
 SHARE = 1 / 32
-"""Of a GPU's memory, with "auto". A choice: 4.4 GiB of an H200, which one wave of 64K tokens of an 8B Llama does not
-need."""
+"""Of a GPU's memory, with "auto". A choice: 4.4 GiB of an H200, more than 64K tokens of an 8B Llama need at once."""
 ALL = 1.0
 MARGIN = 0.03
 """Of a GPU's memory that stays free beyond the peak of the steps so far: steps differ, and memory is fragmented."""

@@ -35,14 +35,16 @@ MOST = 32
 ROW_OVER_KEY = 4
 """Bytes of a query row, with its dO, over those of a key row: with 4 query heads per KV head."""
 _CUTS = (
-    (0, (4, 5, 6, 8, 10, 12, 16)), (2, (6, 8, 12, 16, 24)), (3, (12, 16, 24, MOST)), (4, (12, 16, 24, MOST)),
-    (8, (16, 24, MOST)), (16, (24, MOST)), (32, (MOST,)),
+    (0, (4, 5, 6, 7, 8, 10, 12, 16)), (2, (4, 5, 6, 7, 8, 10, 12, 16, 24)), (3, (5, 6, 8, 10, 12, 16, 24, MOST)),
+    (4, (8, 10, 12, 16, 24, MOST)), (8, (8, 16, 24, MOST)), (16, (24, MOST)), (32, (MOST,)),
 )  # fmt: skip
 """Blocks, and numbers of waves with each, that are tried for a room, in this order: whole head groups first, because
 rows cut into blocks take keys along several times. Up to 3 waves need hardly less than one."""
 LONGER = 1.005
 """Times the work of the fullest rank that waves may take: with more, other cuts are looked at. Plans give all ranks the
 same to do, so that whoever is held up ends later."""
+MORE = 2
+"""Times a limit that nobody set: so much, if it is free, where what fits into the limit takes longer than that."""
 FINER = 0.001
 """Of that work, what is lost for each block of rows, as kernels end with idle processors: 12 waves with 3 blocks took
 0.4 % longer to attend half a million tokens on two H200 than one wave (benchmarks/results/h200x2, commit fcc832a)."""
@@ -95,26 +97,29 @@ def schedule_waves(
 
 def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | None, cut: Cut, room: Room) -> Waves:
     """A cut, from `cut` on, with which what lands on any rank fits into `room`, and one rank's schedules. Of those that
-    fit it is the first in which ranks hardly hold each other up, or the one in which they do so least. Where nothing
-    fits: that which needs least, or CADError, the same on every rank, where that is too much."""
+    fit it is the first in which ranks hardly hold each other up; else the first such one within `MORE`; else that in
+    which they do so least. Where nothing fits: what needs least, or CADError on every rank where that is too much."""
     least: tuple[tuple[float, int], Cut, list[Slices]] | None = None
-    best, found = float("inf"), None
+    best, found, beyond = float("inf"), None, None
     # `cut`, and what needs less memory and has no fewer waves.
     smaller = (Cut(waves, blocks, cut.granularity) for blocks, counts in _CUTS for waves in counts if waves > cut.waves)
     for one in (cut, *smaller):
         parts = split_tasks(tick, tasks, window, one)
         slices = [build_slices(tick, part, window) for part in parts]
         needed = room_needed(room, [(part.served_rows, part.landed_rows) for part in slices])
+        # What was planned was weighed by the planner.
+        longer = 1.0 if one == cut else stretch(tick, parts, window) + FINER * one.blocks
         if needed[0] > room.limit:
             if least is None or needed < least[0]:
                 least = needed, one, slices
+            if beyond is None and longer <= LONGER and needed[0] <= min(room.most, MORE * room.limit):
+                beyond = one, slices
             continue
-        # What was planned was weighed by the planner.
-        longer = 1.0 if one == cut else stretch(tick, parts, window) + FINER * one.blocks
         if longer < best:
             best, found = longer, (one, slices)
         if longer <= LONGER:
             break
+    found = (beyond if best > LONGER else None) or found
     if found is None:
         assert least is not None  # some cut was looked at
         if least[0][0] > room.most:

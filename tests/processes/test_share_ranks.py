@@ -126,13 +126,10 @@ def _train(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "checkpoint", "block"),
-    [
-        (4, None, {}), (1, None, {}), (4, "reentrant", {}), (4, "non-reentrant", {"overlap": "interleave"}),
-        (4, None, {"verify": 1}), (1, None, {"forward_only": "balanced"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kv_heads, checkpoint, block", [
+    (4, None, {}), (1, None, {}), (4, "reentrant", {}), (4, "non-reentrant", {"overlap": "interleave"}),
+    (4, None, {"verify": 1}), (1, None, {"forward_only": "balanced"}),
+])  # fmt: skip
 def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str | None, block: dict[str, Any]) -> None:
     results = workers.run(_train, WORLD, kv_heads, checkpoint, block)
     assert len({(one["before"], one["after"]) for one in results}) == 1

@@ -139,13 +139,10 @@ def test_gpus_are_listed_and_who_reaches_whom(monkeypatch, reach: list[list[int]
     assert [(one.ok, one.detail) for one in listed if one.name == "peer access"] == shown
 
 
-@pytest.mark.parametrize(
-    ("kernel", "major", "package"),
-    [
-        ("flash_attn_4", 9, "flash-attn-4"), ("flash_attn_4", 8, ""), ("flash_attn_2", 8, "flash-attn"),
-        ("flash_attn_2", 9, ""), ("torch_varlen", 8, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kernel, major, package", [
+    ("flash_attn_4", 9, "flash-attn-4"), ("flash_attn_4", 8, ""), ("flash_attn_2", 8, "flash-attn"),
+    ("flash_attn_2", 9, ""), ("torch_varlen", 8, ""),
+])  # fmt: skip
 def test_the_fastest_kernel_of_a_gpu_can_be_installed(monkeypatch, kernel: str, major: int, package: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))

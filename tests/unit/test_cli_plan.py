@@ -311,14 +311,11 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
     assert code == 2 and said in shown and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("3\n0\n5\n", "line 2: '0'; expected the tokens of a document"), ("3\n\n4.5\n", "line 3: '4.5'; expected"),
-        ("[3, 4, -1]", "entry 2: -1; expected"), ("[3, 4", "is not a JSON list of lengths"),
-        ("[3, [4, 5, 6]]", "entry 1: [4, 5, 6]; expected"), ("length\n12\n13\n", "line 1: 'length'; expected"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content, said", [
+    ("3\n0\n5\n", "line 2: '0'; expected the tokens of a document"), ("3\n\n4.5\n", "line 3: '4.5'; expected"),
+    ("[3, 4, -1]", "entry 2: -1; expected"), ("[3, 4", "is not a JSON list of lengths"),
+    ("[3, [4, 5, 6]]", "entry 1: [4, 5, 6]; expected"), ("length\n12\n13\n", "line 1: 'length'; expected"),
+])  # fmt: skip
 def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
     (tmp_path / "lengths.txt").write_text(content)
     code, shown = plan(capsys, tmp_path / "lengths.txt")

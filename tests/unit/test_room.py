@@ -13,9 +13,7 @@ from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.landing import NoRoomError
 from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, MemoryLimit
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
-from deepspeed_cad.profiles import Profile
-from deepspeed_cad.profiles.profile import SHIPPED
+from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.schedule import build_slices, waves
 from deepspeed_cad.schedule.waves import Cut, Room, room_needed, waves_within, with_headroom
 
@@ -62,17 +60,14 @@ def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: fl
         assert needed(tasks, Cut(), room) > room.limit
 
 
-def test_a_share_is_not_why_a_document_cannot_be_trained() -> None:
-    """Two million tokens on eight ranks need more than a thirty-second of an H200, however they are cut."""
-    cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(SHAPE)
-    tick = Layout.from_stream([1 << 21], 8, 1 << 18).tick()
-    tasks = make_plan(PlanInput(tick, SHAPE, cost, None, 0.05, 128)).tasks
-    memory = ExchangeMemory(4.4 * 2**30, '"memory": "auto"', most=40 * 2**30)
-    waves = waves_within(tick, tasks, 5, 8, None, Cut(), memory.room(SHAPE))
-    size = room_needed(memory.room(SHAPE), [(one.served_rows, one.landed_rows) for one in waves.schedules])[0]
-    assert 4.4 * 2**30 < size < 8 * 2**30
-    with pytest.raises(CADError, match="4.40 GiB that"):
-        waves_within(tick, tasks, 5, 8, None, Cut(), memory.room(SHAPE)._replace(most=0.99 * size))
+def test_a_share_is_not_why_a_document_cannot_be_trained(tasks: np.ndarray) -> None:
+    """A million tokens on four ranks need more than 2 GiB, however they are cut."""
+    room = ExchangeMemory(2**30, '"memory": "auto"', most=40 * 2**30).room(SHAPE)
+    waves = waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), room)
+    size = needed(tasks, waves.cut, room)
+    assert 2 * 2**30 < size < 3 * 2**30
+    with pytest.raises(CADError, match="1.00 GiB that"):
+        waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), room._replace(most=0.99 * size))
 
 
 def test_ranks_hardly_hold_each_other_up(tasks: np.ndarray) -> None:
@@ -85,6 +80,20 @@ def test_ranks_hardly_hold_each_other_up(tasks: np.ndarray) -> None:
     assert longer(Cut()) == 1 and longer(Cut(8)) > 1.15 and needed(tasks, Cut(8), room) < room.limit
     found = waves_within(tick, tasks, 1, 8, None, Cut(), room).cut
     assert longer(found) <= waves.LONGER and needed(tasks, found, room) <= room.limit
+
+
+def test_a_limit_that_nobody_set_is_no_reason_to_wait(tasks: np.ndarray) -> None:
+    """In what fits into 3 GiB ranks hold each other up: twice that may be taken where training leaves it free."""
+    given = Room(3 * 2**30, *rows_of_layers(SHAPE))
+    whole = needed(tasks, Cut(), given)
+
+    def cut(limit: float, most: float) -> Cut:
+        return waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), given._replace(limit=limit, most=most)).cut
+
+    least = cut(3 * 2**30, 0)
+    assert least.waves > 16 and cut(3 * 2**30, 3 * 2**30) == least, "a user's limit; no more is free"
+    assert cut(3 * 2**30, whole) == Cut() and cut(0.45 * whole, whole).waves > 1, "up to twice"
+    assert cut(3 * 2**30, 0.99 * whole) == Cut(4), "what training leaves"
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
