@@ -210,24 +210,21 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
     return {"loss": float(total), "gradients": gradients, "went on": went_on}
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "more", "cut"),
-    [
-        ("llama", {}, "", True),
-        ("llama", {"checkpointing": True}, "shift_labels", True),
-        ("llama", {"checkpointing": True, "use_reentrant": True, "keep": "host"}, "", True),
-        ("mistral", {}, "", True),  # a window
-        ("gpt_oss", {}, "", True),  # sinks
-        ("llama", {}, "derived", True),
-        ("llama", {}, "weight", False),
-        ("llama", {"overlap": "interleave"}, "", False),
-        ("llama", {"verify": 1}, "", False),
-        pytest.param(  # state
-            "qwen3_next", {"model": {"layer_types": ["linear_attention", "full_attention"]}}, "", False,
-            marks=pytest.mark.long,
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, changes, more, cut", [
+    ("llama", {}, "", True),
+    ("llama", {"checkpointing": True}, "shift_labels", True),
+    ("llama", {"checkpointing": True, "use_reentrant": True, "keep": "host"}, "", True),
+    ("mistral", {}, "", True),  # a window
+    ("gpt_oss", {}, "", True),  # sinks
+    ("llama", {}, "derived", True),
+    ("llama", {}, "weight", False),
+    ("llama", {"overlap": "interleave"}, "", False),
+    ("llama", {"verify": 1}, "", False),
+    pytest.param(  # state
+        "qwen3_next", {"model": {"layer_types": ["linear_attention", "full_attention"]}}, "", False,
+        marks=pytest.mark.long,
+    ),
+])  # fmt: skip
 def test_documents_that_are_cut(workers: WorkerPool, kind: str, changes: dict[str, Any], more: str, cut: bool) -> None:
     if not known_kind(kind):
         pytest.skip(f"transformers {version('transformers')} has no {kind}")
@@ -281,13 +278,10 @@ def _feed(documents: str) -> Any:
     return SimpleNamespace(replicas=2, shares=Shares.none(0, 2), config=config, deals=False, stays="")
 
 
-@pytest.mark.parametrize(
-    ("documents", "unknown", "wrong", "deals"),
-    [
-        ("auto", "", "", True), ("auto", "why", "", False), ("auto", "", "why", False), ("deal", "why", "", True),
-        ("deal", "", "why", False), ("keep", "", "", False), ("in_order", "", "", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("documents, unknown, wrong, deals", [
+    ("auto", "", "", True), ("auto", "why", "", False), ("auto", "", "why", False), ("deal", "why", "", True),
+    ("deal", "", "why", False), ("keep", "", "", False), ("in_order", "", "", False),
+])  # fmt: skip
 def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, deals: bool) -> None:
     feed = _feed(documents)
     settle(feed, torch.nn.Linear(2, 2), unknown, wrong)

@@ -21,13 +21,10 @@ def _train(rank: int, world: int, overlap: str, side: str, rows: str) -> int:
     return int(deepspeed_cad.current_session().statistics.bytes_sent)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "side", "rows"),
-    [
-        ("local_first", "left", "rows"), ("interleave", "left", "one row"), ("interleave", "right", "one row"),
-        ("interleave", "right", "rows"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("overlap, side, rows", [
+    ("local_first", "left", "rows"), ("interleave", "left", "one row"), ("interleave", "right", "one row"),
+    ("interleave", "right", "rows"),
+])  # fmt: skip
 def test_as_without_cad(workers: WorkerPool, overlap: str, side: str, rows: str) -> None:
     assert sum(workers.run(_train, 2, overlap, side, rows)) > 0
 

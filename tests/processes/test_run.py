@@ -38,16 +38,13 @@ def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "loop", "servers"),
-    [
-        ("torchrun", "ddp", 0), ("accelerate-cad", "accelerate", 0), ("deepspeed", "deepspeed", 1),
-        *(pytest.param(*case, marks=LONG) for case in (
-            ("torchrun", "fsdp2", 0), ("torchrun", "ddp", 1), ("deepspeed", "deepspeed", 0),
-            ("accelerate launch", "accelerate", 0), ("accelerate-cad", "accelerate", 1),
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("way, loop, servers", [
+    ("torchrun", "ddp", 0), ("accelerate-cad", "accelerate", 0), ("deepspeed", "deepspeed", 1),
+    *(pytest.param(*case, marks=LONG) for case in (
+        ("torchrun", "fsdp2", 0), ("torchrun", "ddp", 1), ("deepspeed", "deepspeed", 0),
+        ("accelerate launch", "accelerate", 0), ("accelerate-cad", "accelerate", 1),
+    )),
+])  # fmt: skip
 def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, servers: int) -> None:
     """The JSON for DeepSpeed has no "cad" block."""
     block = BLOCK | ({"servers": {"reserved": servers}} if servers else {})

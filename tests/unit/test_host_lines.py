@@ -81,13 +81,10 @@ def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
     assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
 
 
-@pytest.mark.parametrize(
-    ("output", "loss"),
-    [
-        ({"loss": torch.tensor(2.0)}, 2.0), ((torch.tensor(2.0), torch.zeros(1, 3)), 2.0),
-        ({"loss": torch.tensor([2.0, 3.0])}, None), ({"loss": 2.0}, None), ((torch.zeros(1, 3),), None),
-        ({"logits": torch.zeros(1, 3)}, None), (torch.tensor(2.0), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("output, loss", [
+    ({"loss": torch.tensor(2.0)}, 2.0), ((torch.tensor(2.0), torch.zeros(1, 3)), 2.0),
+    ({"loss": torch.tensor([2.0, 3.0])}, None), ({"loss": 2.0}, None), ((torch.zeros(1, 3),), None),
+    ({"logits": torch.zeros(1, 3)}, None), (torch.tensor(2.0), None),
+])  # fmt: skip
 def test_the_loss_in_what_a_model_gave(output: Any, loss: float | None) -> None:
     assert loss_of(output) == loss

@@ -124,26 +124,23 @@ def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
 LIBRARY = types.SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=None)  # of FlashAttention-4
 
 
-@pytest.mark.parametrize(
-    "changes, capability, texts",
-    [
-        ({"dtype": torch.float32}, (9, 0), dict.fromkeys(names()[:-1], "float32")),
-        ({"head_dim": 60, "value_dim": 60}, (9, 0), dict.fromkeys(names()[:-1], "size 60")),
-        ({}, (8, 0), {"flash_attn_4": "8.0"}), ({}, (7, 5), {"flash_attn_2": "7.5", "torch_varlen": "7.5"}),
-        ({"value_dim": 128}, (9, 0), dict.fromkeys(("flash_attn_2", "torch_varlen"), "128")),
-        ({"softcap": True}, (9, 0), {"torch_varlen": "soft-cap"}),
-        ({"head_dim": 192, "value_dim": 192}, (10, 0), {"flash_attn_4": "192"}),
-        ({"deterministic": True}, (12, 0), {"flash_attn_4": "deterministic"}),
-        ({"head_dim": 264, "value_dim": 264}, (9, 0), dict.fromkeys(names()[:-1], "multiples of 8 up to 256")),
-        ({"head_dim": 256, "value_dim": 256, "softcap": True}, (10, 0), {"flash_attn_4": "no soft-cap with heads"}),
-        ({"head_dim": 256, "value_dim": 256, "softcap": True}, (11, 0), {"flash_attn_4": ""}),
-        ({"head_dim": 192, "value_dim": 128}, (10, 0), {"flash_attn_4": ""}),
-        ({"head_dim": 128, "value_dim": 136}, (11, 0), {"flash_attn_4": "sizes (128, 136)"}),
-        ({"head_dim": 128, "value_dim": 128}, (11, 0), {"flash_attn_4": "", "flash_attn_2": ""}),
-        ({"head_dim": 128, "value_dim": 136}, (12, 0), {"flash_attn_4": ""}),
-        ({"softcap": True}, (12, 0), {"flash_attn_4": "neither soft-cap nor"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes, capability, texts", [
+    ({"dtype": torch.float32}, (9, 0), dict.fromkeys(names()[:-1], "float32")),
+    ({"head_dim": 60, "value_dim": 60}, (9, 0), dict.fromkeys(names()[:-1], "size 60")),
+    ({}, (8, 0), {"flash_attn_4": "8.0"}), ({}, (7, 5), {"flash_attn_2": "7.5", "torch_varlen": "7.5"}),
+    ({"value_dim": 128}, (9, 0), dict.fromkeys(("flash_attn_2", "torch_varlen"), "128")),
+    ({"softcap": True}, (9, 0), {"torch_varlen": "soft-cap"}),
+    ({"head_dim": 192, "value_dim": 192}, (10, 0), {"flash_attn_4": "192"}),
+    ({"deterministic": True}, (12, 0), {"flash_attn_4": "deterministic"}),
+    ({"head_dim": 264, "value_dim": 264}, (9, 0), dict.fromkeys(names()[:-1], "multiples of 8 up to 256")),
+    ({"head_dim": 256, "value_dim": 256, "softcap": True}, (10, 0), {"flash_attn_4": "no soft-cap with heads"}),
+    ({"head_dim": 256, "value_dim": 256, "softcap": True}, (11, 0), {"flash_attn_4": ""}),
+    ({"head_dim": 192, "value_dim": 128}, (10, 0), {"flash_attn_4": ""}),
+    ({"head_dim": 128, "value_dim": 136}, (11, 0), {"flash_attn_4": "sizes (128, 136)"}),
+    ({"head_dim": 128, "value_dim": 128}, (11, 0), {"flash_attn_4": "", "flash_attn_2": ""}),
+    ({"head_dim": 128, "value_dim": 136}, (12, 0), {"flash_attn_4": ""}),
+    ({"softcap": True}, (12, 0), {"flash_attn_4": "neither soft-cap nor"}),
+])  # fmt: skip
 def test_refusals_name_what_is_missing(
     changes: dict, capability: tuple[int, int], texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

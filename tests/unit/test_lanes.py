@@ -283,13 +283,10 @@ WAVES = [6, 1, 2, 4, 3, 1, 7]
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    ("two_streams", "servers", "nano_batches", "apart"),
-    [
-        (True, 0, 1, False), (False, 0, 1, False), (False, 1, 1, True), (False, 2, 1, True), (False, 0, 2, False),
-        (False, 1, 2, False), (False, 0, 2, True), (False, 1, 2, True), (False, 2, 2, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("two_streams, servers, nano_batches, apart", [
+    (True, 0, 1, False), (False, 0, 1, False), (False, 1, 1, True), (False, 2, 1, True), (False, 0, 2, False),
+    (False, 1, 2, False), (False, 0, 2, True), (False, 1, 2, True), (False, 2, 2, True),
+])  # fmt: skip
 def test_nothing_lands_on_what_is_still_read(
     gpus: Gpus, two_streams: bool, servers: int, nano_batches: int, apart: bool, seed: int,
     monkeypatch: pytest.MonkeyPatch,

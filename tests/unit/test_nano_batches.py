@@ -138,16 +138,13 @@ def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
     assert torch.equal(as_tuple[0], hidden) and as_tuple[1:] == (None, True)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "says"),
-    [
-        (torch.tensor(1.0), torch.tensor(2.0), r"shapes \[\] and \[\]"),
-        (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"),
-        (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
-        ((torch.ones(1, 3),), (None,), r"\[0\], a Tensor and a NoneType"),
-        ({"a": object()}, {"a": object()}, '"a", a object'), ([1], [2], r"\[0\], a int"), ((1,), (1, 2), "a tuple"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("first, second, says", [
+    (torch.tensor(1.0), torch.tensor(2.0), r"shapes \[\] and \[\]"),
+    (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"),
+    (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
+    ((torch.ones(1, 3),), (None,), r"\[0\], a Tensor and a NoneType"),
+    ({"a": object()}, {"a": object()}, '"a", a object'), ([1], [2], r"\[0\], a int"), ((1,), (1, 2), "a tuple"),
+])  # fmt: skip
 def test_what_has_no_rows(first: object, second: object, says: str) -> None:
     with pytest.raises(CannotJoin, match=says):
         RowCut(1, 10, 3).join(first, second)

@@ -16,13 +16,10 @@ MISTRAL = partial(tiny_model, "mistral", sliding_window=5)
 
 
 @pytest.mark.parametrize("lengths", [[24, 9, 1], [13], [20, 24]])
-@pytest.mark.parametrize(
-    ("make", "attention", "side"),
-    [
-        (training.tiny_llama, "sdpa", "right"), (training.tiny_llama, "sdpa", "left"),
-        (training.tiny_llama, "eager", "right"), (MISTRAL, "sdpa", "right"), (MISTRAL, "sdpa", "left"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("make, attention, side", [
+    (training.tiny_llama, "sdpa", "right"), (training.tiny_llama, "sdpa", "left"),
+    (training.tiny_llama, "eager", "right"), (MISTRAL, "sdpa", "right"), (MISTRAL, "sdpa", "left"),
+])  # fmt: skip
 def test_as_without_cad(make: Any, attention: str, side: str, lengths: list[int]) -> None:
     batch = padded(lengths, side, "masked")
     # transformers' eager attention computes its softmax in fp32, also of masks that hold the lowest fp64.

@@ -134,14 +134,11 @@ FAST, NONE = {"speed": np.array([2.0, 1.0])}, {"speed": np.array([1.0, 0.0])}
 LATE, LATER = {"base_load": np.array([0.0, 8.0])}, {"base_load": np.array([0.0, 50.0])}
 
 
-@pytest.mark.parametrize(
-    ("work", "fields", "ranks", "farthest"),
-    [
-        ([10.5, 9.5], {}, 0, ""), ([13.9, 6.1], FAST, 1, "rank 1 with 6.1 where 6.33333 to 7 were wanted"),
-        ([12.0, 8.0], LATE, 2, "were wanted"), ([20.0, 0.0], LATER, 0, ""),
-        ([19.5, 0.5], NONE, 1, "rank 1 with 0.5 where 0 to 0 were wanted"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("work, fields, ranks, farthest", [
+    ([10.5, 9.5], {}, 0, ""), ([13.9, 6.1], FAST, 1, "rank 1 with 6.1 where 6.33333 to 7 were wanted"),
+    ([12.0, 8.0], LATE, 2, "were wanted"), ([20.0, 0.0], LATER, 0, ""),
+    ([19.5, 0.5], NONE, 1, "rank 1 with 0.5 where 0 to 0 were wanted"),
+])  # fmt: skip
 def test_ranks_out_of_the_tolerance_are_noted(
     work: list[float], fields: dict[str, Any], ranks: int, farthest: str
 ) -> None:
@@ -156,16 +153,13 @@ def test_ranks_out_of_the_tolerance_are_noted(
 GOOD = PlanInput(Layout.from_rank_lengths([[10, 20], [30]]).tick(), SHAPE, PAIRS)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tolerance": 1.0}, "tolerance is 1.0"), ({"tolerance": float("nan")}, "tolerance is nan"),
-        ({"speed": np.array([1.0, -1.0])}, "speed of rank 1 is -1.0"),
-        ({"speed": np.array([0.0, 0.0])}, "speed is 0 on every rank"),
-        ({"base_load": np.array([0.0, np.inf])}, "base_load of rank 1 is inf"),
-        ({"tick": Layout.from_stream([1 << 31], 2, 1 << 30).tick()}, "2147483648 tokens is longer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, words", [
+    ({"tolerance": 1.0}, "tolerance is 1.0"), ({"tolerance": float("nan")}, "tolerance is nan"),
+    ({"speed": np.array([1.0, -1.0])}, "speed of rank 1 is -1.0"),
+    ({"speed": np.array([0.0, 0.0])}, "speed is 0 on every rank"),
+    ({"base_load": np.array([0.0, np.inf])}, "base_load of rank 1 is inf"),
+    ({"tick": Layout.from_stream([1 << 31], 2, 1 << 30).tick()}, "2147483648 tokens is longer"),
+])  # fmt: skip
 def test_what_is_refused(change: dict[str, Any], words: str) -> None:
     check_input(GOOD)
     with pytest.raises(CADConfigError, match=words):

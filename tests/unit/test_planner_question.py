@@ -47,14 +47,11 @@ def test_documents_in_a_stream() -> None:
     assert read_question(longest).problem.tick.query.end.tolist() == [(1 << 31) - 1]
 
 
-@pytest.mark.parametrize(
-    ("change", "ranks", "speed"),
-    [
-        ({"servers": "all"}, 3, None), ({"servers": [0, 2]}, 3, [1.0, 0.0, 1.0]),
-        ({"servers": [0, 2], "speeds": [3, 2, 1]}, 3, [3.0, 0.0, 1.0]), ({"servers": 2}, 5, None),
-        ({"servers": 2, "speeds": [3, 2, 1]}, 5, [3.0, 2.0, 1.0, 1.0, 1.0]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, ranks, speed", [
+    ({"servers": "all"}, 3, None), ({"servers": [0, 2]}, 3, [1.0, 0.0, 1.0]),
+    ({"servers": [0, 2], "speeds": [3, 2, 1]}, 3, [3.0, 0.0, 1.0]), ({"servers": 2}, 5, None),
+    ({"servers": 2, "speeds": [3, 2, 1]}, 5, [3.0, 2.0, 1.0, 1.0, 1.0]),
+])  # fmt: skip
 def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) -> None:
     problem = read_question(LISTS | {"base_load": [1, 2, 3]} | change).problem
     assert problem.base_load is not None and problem.base_load.tolist() == [1.0, 2.0, 3.0] + [0.0] * (ranks - 3)

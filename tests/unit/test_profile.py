@@ -178,17 +178,14 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
         PROFILE.save(path / "below a file.json")
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"entries": []}, "no entries"), ({"speed": 1}, "unknown key 'speed'; its keys are machine"),
-        ({"machine": None}, "None at machine"), ({"unit": "hours"}, "'hours' at unit"),
-        ({"between": "fast"}, "'fast' at between"), ({"entries": [{"pair": 1.0}]}, "no key 'shape' at entries"),
-        ({"entry.pair": 0}, "0 at entries.0..pair"), ({"entry.task": True}, "True at entries.0..task"),
-        ({"shape.groups": 5}, "32 query heads in 5 groups"),
-        ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, said", [
+    ({"entries": []}, "no entries"), ({"speed": 1}, "unknown key 'speed'; its keys are machine"),
+    ({"machine": None}, "None at machine"), ({"unit": "hours"}, "'hours' at unit"),
+    ({"between": "fast"}, "'fast' at between"), ({"entries": [{"pair": 1.0}]}, "no key 'shape' at entries"),
+    ({"entry.pair": 0}, "0 at entries.0..pair"), ({"entry.task": True}, "True at entries.0..task"),
+    ({"shape.groups": 5}, "32 query heads in 5 groups"),
+    ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"),
+])  # fmt: skip
 def test_bad_files_are_refused_with_the_place(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)

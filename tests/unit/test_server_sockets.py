@@ -171,14 +171,11 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets.socket, "socket", Probe)
 
 
-@pytest.mark.parametrize(
-    ("targets", "address"),
-    [
-        (["127.0.0.1"], "127.0.0.1"), (["here"], "127.0.0.1"), (["there"], "10.0.0.1"),
-        (["behind", "there"], "192.168.0.1"), (["here", "unknown", "there"], "10.0.0.1"),
-        (["127.0.0.1", "a container beside it"], "127.0.0.1"), (["here", "unknown"], None), (["unknown"], None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("targets, address", [
+    (["127.0.0.1"], "127.0.0.1"), (["here"], "127.0.0.1"), (["there"], "10.0.0.1"),
+    (["behind", "there"], "192.168.0.1"), (["here", "unknown", "there"], "10.0.0.1"),
+    (["127.0.0.1", "a container beside it"], "127.0.0.1"), (["here", "unknown"], None), (["unknown"], None),
+])  # fmt: skip
 def test_the_interface_that_leads_to_the_rendezvous(network: None, targets: list[str], address: str | None) -> None:
     if address is not None:
         assert sockets.find_interface(*targets) == (socket.AF_INET, address)
@@ -215,15 +212,12 @@ def test_frames(pair: Pair) -> None:
     assert len(frames) == 2
 
 
-@pytest.mark.parametrize(
-    ("head", "raw", "words"),
-    [
-        (b"", 0, "Expecting value"), ([], 0, "as an integer"), ({"do": RELEASE}, 0, "shapes"),
-        ({"do": PLAN, "shapes": [[1, 1]]}, 16, "cannot reshape"),
-        ({"do": PLAN, "shapes": [["a", "b"]]}, 8, "can't multiply"),
-        ({"do": PLAN, "shapes": [[1]]}, 7, "buffer size must be a multiple"), (b"[" * 100_000, 0, "recursion"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("head, raw, words", [
+    (b"", 0, "Expecting value"), ([], 0, "as an integer"), ({"do": RELEASE}, 0, "shapes"),
+    ({"do": PLAN, "shapes": [[1, 1]]}, 16, "cannot reshape"),
+    ({"do": PLAN, "shapes": [["a", "b"]]}, 8, "can't multiply"),
+    ({"do": PLAN, "shapes": [[1]]}, 7, "buffer size must be a multiple"), (b"[" * 100_000, 0, "recursion"),
+])  # fmt: skip
 def test_what_is_no_frame_ends_the_connection_with_the_reason(pair: Pair, head: Any, raw: int, words: str) -> None:
     ours, theirs = pair
     text = head if isinstance(head, bytes) else json.dumps(head).encode()

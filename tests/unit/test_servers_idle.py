@@ -18,14 +18,11 @@ from deepspeed_cad.session import Session
 from deepspeed_cad.trace import COMPUTE, STEP, Span, covered, find_idle, to_events
 
 
-@pytest.mark.parametrize(
-    ("servers_idle", "trainers_idle", "servers", "trainers", "words"),
-    [
-        (0.14, 0.14, 2, 2, ""), (0.3, 0.0, 2, 2, "reserve fewer of them, 1 servers"),
-        (0.3, 0.0, 1, 3, 'none ("servers": "all")'), (0.0, 0.3, 2, 2, "reserve more servers, 3"),
-        (0.0, 0.3, 1, 1, "Add servers, or train in place"), (0.3, 0.3, 2, 2, "wait for each other"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("servers_idle, trainers_idle, servers, trainers, words", [
+    (0.14, 0.14, 2, 2, ""), (0.3, 0.0, 2, 2, "reserve fewer of them, 1 servers"),
+    (0.3, 0.0, 1, 3, 'none ("servers": "all")'), (0.0, 0.3, 2, 2, "reserve more servers, 3"),
+    (0.0, 0.3, 1, 1, "Add servers, or train in place"), (0.3, 0.3, 2, 2, "wait for each other"),
+])  # fmt: skip
 def test_which_way_to_change(
     servers_idle: float, trainers_idle: float, servers: int, trainers: int, words: str
 ) -> None:

@@ -249,14 +249,11 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
         waits.result(20)
 
 
-@pytest.mark.parametrize(
-    ("policy", "device", "transport", "refused"),
-    [
-        ("stop", "cuda", "c10d", ""), ("continue", "cpu", "c10d", ""), ("continue", "cuda", "auto", ""),
-        ("continue", "cuda", "nvlink", ""),
-        ("continue", "cuda", "c10d", 'key "transport" is "c10d", of which nothing can be given up'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("policy, device, transport, refused", [
+    ("stop", "cuda", "c10d", ""), ("continue", "cpu", "c10d", ""), ("continue", "cuda", "auto", ""),
+    ("continue", "cuda", "nvlink", ""),
+    ("continue", "cuda", "c10d", 'key "transport" is "c10d", of which nothing can be given up'),
+])  # fmt: skip
 def test_where_servers_may_change(policy: str, device: str, transport: str, refused: str) -> None:
     config = CADConfig(servers={"reserved": 1}, on_server_failure=policy, transport=transport)
     found = meetings.why_not_change(config, torch.device(device))

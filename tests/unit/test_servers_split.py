@@ -25,15 +25,12 @@ def deepspeed(rank: int, sizes: list[int]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", [torchrun, deepspeed])
-@pytest.mark.parametrize(
-    ("servers", "sizes", "expected"),
-    [
-        ({"reserved": 2}, [4], [0, 1, 2, 3]), ({"reserved": 1}, [2, 2], [0, 1, 2, 3]),
-        ({"ranks": [3, 1]}, [2, 2], [0, 2, 1, 3]), ({"reserved_per_node": 1}, [2, 2], [0, 2, 1, 3]),
-        ({"reserved_per_node": 1}, [3, 2], [0, 1, 3, 2, 4]),
-        ({"reserved_per_node": 2}, [3, 4], [0, 3, 4, 1, 2, 5, 6]), ({"joined": 2}, [2], [0, 1]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("servers, sizes, expected", [
+    ({"reserved": 2}, [4], [0, 1, 2, 3]), ({"reserved": 1}, [2, 2], [0, 1, 2, 3]),
+    ({"ranks": [3, 1]}, [2, 2], [0, 2, 1, 3]), ({"reserved_per_node": 1}, [2, 2], [0, 2, 1, 3]),
+    ({"reserved_per_node": 1}, [3, 2], [0, 1, 3, 2, 4]),
+    ({"reserved_per_node": 2}, [3, 4], [0, 3, 4, 1, 2, 5, 6]), ({"joined": 2}, [2], [0, 1]),
+])  # fmt: skip
 def test_numbers(launcher: Any, servers: dict[str, Any], sizes: list[int], expected: list[int]) -> None:
     roles = [split(servers, launcher(rank, sizes)) for rank in range(sum(sizes))]
     assert [role.rank for role, _ in roles] == expected
@@ -48,16 +45,13 @@ def test_numbers(launcher: Any, servers: dict[str, Any], sizes: list[int], expec
         assert sum(1 / int(given[name]) for _, given in changed) == pytest.approx(len(sizes))
 
 
-@pytest.mark.parametrize(
-    ("servers", "sizes", "words"),
-    [
-        ({"reserved": 4}, [4], "4 ranks: at least one must train"),
-        ({"ranks": [0, 1]}, [2], "at least one must train"), ({"ranks": [4]}, [4], "no rank 4"),
-        ({"ranks": [0]}, [4], "rank 0 would serve and rank 1 of the same host train"),
-        ({"reserved": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
-        ({"reserved_per_node": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("servers, sizes, words", [
+    ({"reserved": 4}, [4], "4 ranks: at least one must train"),
+    ({"ranks": [0, 1]}, [2], "at least one must train"), ({"ranks": [4]}, [4], "no rank 4"),
+    ({"ranks": [0]}, [4], "rank 0 would serve and rank 1 of the same host train"),
+    ({"reserved": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
+    ({"reserved_per_node": 2}, [2, 2], "no trainer would be left on a host of 2 ranks"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_on_every_rank(servers: dict[str, Any], sizes: list[int], words: str) -> None:
     for rank in range(sum(sizes)):
         with pytest.raises(CADConfigError, match=words):

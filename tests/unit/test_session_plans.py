@@ -68,13 +68,10 @@ def test_hosts_reach_the_planner(session: Session) -> None:
     assert plan.fingerprint() == make_plan(asked).fingerprint()
 
 
-@pytest.mark.parametrize(
-    ("config", "hosts", "most", "expected"),
-    [
-        ({}, [0, 0, 1, 1], 8, (1, 2, 4, 8)), ({}, [0, 0, 1, 1], 2, (1, 2)), ({}, [0, 0, 0, 0], 8, (1,)),
-        ({"waves": 3}, [0, 0, 0, 0], 1, (3,)), ({"overlap": "none"}, [0, 0, 1, 1], 8, (1,)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("config, hosts, most, expected", [
+    ({}, [0, 0, 1, 1], 8, (1, 2, 4, 8)), ({}, [0, 0, 1, 1], 2, (1, 2)), ({}, [0, 0, 0, 0], 8, (1,)),
+    ({"waves": 3}, [0, 0, 0, 0], 1, (3,)), ({"overlap": "none"}, [0, 0, 1, 1], 8, (1,)),
+])  # fmt: skip
 def test_waves_where_links_between_hosts_carry_them(
     config: dict, hosts: list[int], most: int, expected: tuple[int, ...], session: Session, monkeypatch
 ) -> None:

@@ -308,15 +308,12 @@ def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
 # Machines and distributions
 
 
-@pytest.mark.parametrize(
-    ("like", "change", "words"),
-    [
-        ("", "{", "is not JSON"), ("", "{}", "expected the keys"), ("", "[]", "holds list"),
-        ("h200", ("6.36e14", "0"), "matrix_flops 0; expected a number above 0"),
-        ("a100", ("3.12e14", "0"), "has flops 0; expected a number above 0"),
-        ("a100", ('"port"', '"ports"'), "holds published: flops, attention, bandwidth, memory, nvlink, ports; "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("like, change, words", [
+    ("", "{", "is not JSON"), ("", "{}", "expected the keys"), ("", "[]", "holds list"),
+    ("h200", ("6.36e14", "0"), "matrix_flops 0; expected a number above 0"),
+    ("a100", ("3.12e14", "0"), "has flops 0; expected a number above 0"),
+    ("a100", ('"port"', '"ports"'), "holds published: flops, attention, bandwidth, memory, nvlink, ports; "),
+])  # fmt: skip
 def test_a_machine_that_is_none(tmp_path: Path, like: str, change: Any, words: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text((SHIPPED / f"{like}.json").read_text().replace(*change) if like else change)

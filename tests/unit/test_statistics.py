@@ -82,14 +82,11 @@ def _go_on_after_a_forward_that_raised(session: Any, monkeypatch: pytest.MonkeyP
     _end()
 
 
-@pytest.mark.parametrize(
-    ("end", "reason"),
-    [
-        (_crash, "ValueError: no data"), (_exit_under_the_launcher, "exit code 3"),
-        (_close_while_an_error_passes, "KeyboardInterrupt"),
-        (_go_on_after_a_forward_that_raised, "rank 0: out of memory"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("end, reason", [
+    (_crash, "ValueError: no data"), (_exit_under_the_launcher, "exit code 3"),
+    (_close_while_an_error_passes, "KeyboardInterrupt"),
+    (_go_on_after_a_forward_that_raised, "rank 0: out of memory"),
+])  # fmt: skip
 def test_the_last_line_tells_a_crash(end: Any, reason: str, monkeypatch: Any, capfd: Any) -> None:
     end(train(), monkeypatch)
     close_session()
@@ -155,16 +152,13 @@ def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capf
 SERVERS = {"servers": {"reserved": 1}}
 
 
-@pytest.mark.parametrize(
-    ("block", "text"),
-    [
-        ({}, ""), (SERVERS, ""), ({"keep": "host"}, ""), ({**SERVERS, "trainers_serve": False}, ""),
-        ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
-        ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
-        ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),
-        ({**SERVERS, "on_server_failure": "continue"}, '"on_server_failure" is "continue" and servers are part'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("block, text", [
+    ({}, ""), (SERVERS, ""), ({"keep": "host"}, ""), ({**SERVERS, "trainers_serve": False}, ""),
+    ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
+    ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
+    ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),
+    ({**SERVERS, "on_server_failure": "continue"}, '"on_server_failure" is "continue" and servers are part'),
+])  # fmt: skip
 def test_what_does_nothing_is_said(block: dict, text: str) -> None:
     assert [line[: len(text)] for line in session_lines.unused_keys(CADConfig.from_dict(block))] == [text] * bool(text)
 

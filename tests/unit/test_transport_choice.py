@@ -89,21 +89,18 @@ UNREACHED = "the GPU of rank 1 cannot reach the memory of all others"
 BY_NCCL = "core attention is exchanged by nccl, because mixed: "
 
 
-@pytest.mark.parametrize(
-    ("hosts", "answers", "near", "warning"),
-    [
-        ([7, 7, 9, 9], {}, [0, 0, 2, 2], ""),
-        ([7, 9, 7, 9], {}, [0, 1, 0, 1], ""),
-        ([7, 7, 7, 9], {}, [0, 0, 0, 3], ""),
-        ([7, 9, 9], {}, [0, 1, 1], ""),
-        # Rank 0 has GPU 0 and reaches 0 and 1; on the other host there are GPUs 2 and 3.
-        ([1, 1, 2, 2], {"answer_3": [0, 1, 2, 3]}, [0, 0, 2, 2], ""),
-        ([1, 1, 2, 2], {"answer_4": [1, 1, 1, 0]}, [0, 0, 2, 3], NO_REACH),
-        ([1, 2, 3], {}, None, ""),
-        ([1, 1, 2, 2], {"answer_4": [1, 0, 0, 1]}, None, BY_NCCL + UNREACHED),
-        ([1, 1, 2, 2], {"answer_5": [1, 1, 0, 1]}, None, f"{BY_NCCL}another rank could not start it"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("hosts, answers, near, warning", [
+    ([7, 7, 9, 9], {}, [0, 0, 2, 2], ""),
+    ([7, 9, 7, 9], {}, [0, 1, 0, 1], ""),
+    ([7, 7, 7, 9], {}, [0, 0, 0, 3], ""),
+    ([7, 9, 9], {}, [0, 1, 1], ""),
+    # Rank 0 has GPU 0 and reaches 0 and 1; on the other host there are GPUs 2 and 3.
+    ([1, 1, 2, 2], {"answer_3": [0, 1, 2, 3]}, [0, 0, 2, 2], ""),
+    ([1, 1, 2, 2], {"answer_4": [1, 1, 1, 0]}, [0, 0, 2, 3], NO_REACH),
+    ([1, 2, 3], {}, None, ""),
+    ([1, 1, 2, 2], {"answer_4": [1, 0, 0, 1]}, None, BY_NCCL + UNREACHED),
+    ([1, 1, 2, 2], {"answer_5": [1, 1, 0, 1]}, None, f"{BY_NCCL}another rank could not start it"),
+])  # fmt: skip
 def test_what_several_hosts_use(
     hosts: list[int], answers: dict[str, list[int]], near: list[int] | None, warning: str,
     gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,

@@ -52,13 +52,10 @@ def test_waves_are_the_plan_in_parts(name: str, waves: int, window: int | None) 
         assert sum(one.served_rows[:, kind].sum() for one in slices) == whole.served_rows[:, kind].sum()
 
 
-@pytest.mark.parametrize(
-    "window, sinks, travel, cut, recompute",
-    [
-        (None, False, False, False, False), (19, True, True, False, False), (5, False, False, True, True),
-        (None, True, False, False, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("window, sinks, travel, cut, recompute", [
+    (None, False, False, False, False), (19, True, True, False, False), (5, False, False, True, True),
+    (None, True, False, False, True),
+])  # fmt: skip
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("waves", [2, 8])
 def test_attention_in_waves_is_exact(
