@@ -158,9 +158,8 @@ class Plans:
             )
         layout = assemble([local])
         return MicroBatch(
-            0, layout, (layout.tick(),), self.device, _plan_alone,
-            lambda value, what: None, None, CallCounts(),
-        )  # fmt: skip
+            0, layout, (layout.tick(),), self.device, _plan_alone, lambda value, what: None, None, CallCounts()
+        )
 
     def plan_tick(self, gathered: Gathered, crew: Crew, tick: Tick, key: PlanKey) -> Plan:
         """The plan of one tick of a micro-batch for layers of one kind."""
@@ -170,13 +169,11 @@ class Plans:
         turns = None if known is None or max(waves) > max(WAVES_IN_TURN) else known.alternation
         if crew.transport is None or not crew.transport.two_ways:
             turns = None
-        plan = make_plan(
-            PlanInput(
-                tick, key.shape, self._cost(gathered, key, gathered.links), key.window, self.config.tolerance,
-                self.config.granularity, base_load=base, speed=crew.speeds, hosts=crew.hosts, waves=waves,
-                alternation=turns, backward=gathered.backward,
-            )
-        )  # fmt: skip
+        plan = make_plan(PlanInput(
+            tick, key.shape, self._cost(gathered, key, gathered.links), key.window, self.config.tolerance,
+            self.config.granularity, base_load=base, speed=crew.speeds, hosts=crew.hosts, waves=waves,
+            alternation=turns, backward=gathered.backward,
+        ))  # fmt: skip
         if base is None:
             return plan
         # Statistics speak of attention, not of when ranks finish.

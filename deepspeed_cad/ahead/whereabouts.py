@@ -118,19 +118,20 @@ class Whereabouts:
             self._say(known, f"{begin}, and will in vain: {known}")
         if now - self._moved_at < self.quiet_s:
             return
-        place = Place(begun[0], sight.inside, waits and stands_s >= self.quiet_s, sight.text)
+        place = Place(begun[0], sight.inside, waits and stands_s >= self.quiet_s, sight.text, begun[1])
         if place != self._told:
             self._told = place
             self.liveness.move(place)
-        if place.waits and (elsewhere := self._elsewhere(place)):
+        backward = any(code.co_name == _STEPS[1] for code in sight.chain)
+        if place.waits and (elsewhere := self._elsewhere(place, backward)):
             words = list(elsewhere.values())
             more = f"; and {len(words) - MOST} more" if len(words) > MOST else ""
             remedy = "" if APART in words[-1] else f". {APART}"
             self._say(" ".join(elsewhere), f"{begin}. Meanwhile {'; '.join(words[:MOST])}{more}{remedy}")
 
-    def _elsewhere(self, mine: Place) -> dict[str, str]:
+    def _elsewhere(self, mine: Place, backward: bool) -> dict[str, str]:
         """The ranks that are not where this one waits: what is the same each time they are there, and in words. None
-        where a lower rank waits, too, and says it."""
+        where a lower rank waits, too, and says it. Who has started all of this `backward` is not waited for."""
         found: dict[str, str] = {}
         others = sorted([*self.liveness.others, *self.liveness.beside])
         left, places = self.liveness.left(others), self.liveness.places(others)
@@ -142,6 +143,8 @@ class Whereabouts:
                 continue
             elif place.waits:
                 return {}
+            elif place.micro_batches == mine.micro_batches and place.exchanges >= mine.exchanges + (not backward):
+                continue
             elif not place.inside or place.micro_batches < mine.micro_batches:
                 found[f"{rank} {place.text}"] = f"rank {rank} is {place.describe()}"
         return found

@@ -237,12 +237,10 @@ class StepPlans:
     def _plan_tick(self, backward: bool, tick: Tick, key: PlanKey) -> Plan:
         plans, links = self.plans, self._links
         cost = plans.cost if links is None else plans.cost.with_links(*links)
-        return make_plan(
-            PlanInput(
-                tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
-                plans.config.granularity, speed=plans.crew.speeds, hosts=plans.crew.hosts, waves=plans.given_waves(),
-            )
-        )  # fmt: skip
+        return make_plan(PlanInput(
+            tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
+            plans.config.granularity, speed=plans.crew.speeds, hosts=plans.crew.hosts, waves=plans.given_waves(),
+        ))  # fmt: skip
 
     def _remember(self, fingerprint: int, what: str) -> None:
         self._fingerprint = (self._fingerprint * 1000003 + fingerprint) & ((1 << 62) - 1)

@@ -65,6 +65,8 @@ class Place(NamedTuple):
     waits: bool
     """There for other ranks, and for long."""
     text: str
+    exchanges: int = 0
+    """That it has started."""
 
     def describe(self) -> str:
         return f"{self.text}, after {counted(self.micro_batches, 'micro-batch')}"
