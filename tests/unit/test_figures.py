@@ -119,6 +119,7 @@ PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0d
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
+MILLION4 = "h200x4/train_million_256k_4r_5dd52bb.json"
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
 KEEP = 'cad@{"keep":"host"}'
@@ -230,6 +231,8 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
     ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
      both(kept_of_ulysses, kept_memory)),
+    ("tokens, likewise | kept {:.2f} of Ulysses; {:.2f} of its memory | `5dd52bb` |", MILLION4,
+     both(kept_of_ulysses, kept_memory)),
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
      both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
     ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
@@ -338,6 +341,12 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
                 ("| CAD", "cad", "fcc832a"), ('| CAD, `"keep": "host"`', KEEP, "fcc832a"),
                 ('"memory": 1.5`', 'cad@{"keep":"host","memory":1.5}', "fcc832a"), ('"memory": 1.3`', WAVES, "5458279"),
             )
+        ),
+        *(
+            (f"{words} | {{:.3f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |", MILLION4, both(*(
+                partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
+            for words, mode in (("| CAD", "cad"), ('| CAD, `"keep": "host"`', KEEP),
+                                ('`"speeds": "measure"`', 'cad@{"speeds":"measure"}'))
         ),
         ("| {0:.1f} | {2:.3f} | {1:.1f} | {3:.3f} | {4:.1f} | {5:.5f}, {6:.5f} |", ALST, lambda cad, rival: (
             cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"])),
