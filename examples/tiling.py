@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, linear, pad
 
 
@@ -61,9 +62,11 @@ class TiledLoss:
         count = (self.labels != -100).sum().clamp(min=1) if self.items is None else self.items
 
         def tile(head: torch.nn.Linear, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            # Divided here, not behind: the head's gradient is that of what a tile returns.
-            logits = linear(rows, head.weight, head.bias).float()
-            return cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / count
+            # The backward of a tile follows at once: inside `save_on_cpu` its logits would go to the host and back.
+            with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                logits = linear(rows, head.weight, head.bias).float()
+                # Divided here, not behind: the head's gradient is that of what a tile returns.
+                return cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / count
 
         tiles = max(-(-hidden_BSE.shape[1] // self.tokens), 1)
         weights = list(self.head.parameters())

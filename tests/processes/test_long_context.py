@@ -105,8 +105,12 @@ def _deepspeed(rank: int, block: dict[str, Any], tiled: bool) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     engine.train()
-    with save_on_cpu() if tiled else _deepspeed_checkpointing(model):
+    on_host, taken = save_on_cpu(), set[tuple[int, ...]]()
+    pack, on_host.pack_hook = on_host.pack_hook, lambda one: (taken.add(tuple(one.shape)), pack(one))[1]
+    with on_host if tiled else _deepspeed_checkpointing(model):
         losses = _steps(rank, engine, lambda loss: (engine.backward(loss), engine.step()))
+    # A loss keeps a scalar beside its logits.
+    assert bool(taken) == tiled and () not in taken, "the loss of a tile went to the host"
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=True):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine.destroy()
