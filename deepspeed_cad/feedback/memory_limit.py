@@ -2,10 +2,10 @@
 
 In: the key "memory", and what this rank sees of its GPU. Out: one limit, that of the rank with least.
 
-"auto" is a share of the GPU's memory from the start: waves that fit into it mostly cost little. A tick that they would
-hold up gets up to twice that, and one that does not fit, however it is cut, the least that there is a cut for. After
-the first backward all that is no more than what training leaves free. Beside servers only that counts: waves after
-the first two would hold up the linear layers that hide what servers do.
+"auto" is a share of the GPU's memory from the start: waves that fit into it mostly cost little. A tick that does not
+fit, however it is cut, gets the least that there is a cut for. After the first backward a tick whose ranks waves would
+hold up gets up to twice the share, and all that is no more than what training leaves free. Beside servers only that
+counts: waves after the first two would hold up the linear layers that hide what servers do.
 """
 
 from collections.abc import Callable

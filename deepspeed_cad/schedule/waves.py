@@ -44,7 +44,7 @@ LONGER = 1.005
 """Times the work of the fullest rank that waves may take: with more, other cuts are looked at. Plans give all ranks the
 same to do, so that whoever is held up ends later."""
 MORE = 2
-"""Times a limit that nobody set: so much, if it is free, where what fits into the limit takes longer than that."""
+"""Times a limit that nobody set: so much, where it is known to be free, if what fits takes longer than that."""
 FINER = 0.001
 """Of that work, what is lost for each block of rows, as kernels end with idle processors: 12 waves with 3 blocks took
 0.4 % longer to attend half a million tokens on two H200 than one wave (benchmarks/results/h200x2, commit fcc832a)."""
@@ -110,10 +110,9 @@ def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | 
         # What was planned was weighed by the planner.
         longer = 1.0 if one == cut else stretch(tick, parts, window) + FINER * one.blocks
         if needed[0] > room.limit:
-            if least is None or needed < least[0]:
-                least = needed, one, slices
-            if beyond is None and longer <= LONGER and needed[0] <= min(room.most, MORE * room.limit):
-                beyond = one, slices
+            least = least if least is not None and least[0] <= needed else (needed, one, slices)
+            if longer <= LONGER and needed[0] <= MORE * room.limit and needed[0] <= room.most < float("inf"):
+                beyond = beyond or (one, slices)
             continue
         if longer < best:
             best, found = longer, (one, slices)

@@ -94,6 +94,7 @@ def test_a_limit_that_nobody_set_is_no_reason_to_wait(tasks: np.ndarray) -> None
     assert least.waves > 16 and cut(3 * 2**30, 3 * 2**30) == least, "a user's limit; no more is free"
     assert cut(3 * 2**30, whole) == Cut() and cut(0.45 * whole, whole).waves > 1, "up to twice"
     assert cut(3 * 2**30, 0.99 * whole) == Cut(4), "what training leaves"
+    assert cut(3 * 2**30, float("inf")) == least, "before the first backward nobody knows"
 
 
 def test_what_does_not_fit_is_one_error_with_the_figures(tasks: np.ndarray) -> None:
