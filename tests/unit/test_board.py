@@ -65,18 +65,15 @@ def boards(ranks: int = 2, idle_after: int | None = 8) -> list[Liveness]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("exchange", "idle_after", "hopeless"),
-    [
-        (5, 8, True),
-        (6, 0, True),
-        (4, 8, False),  # which the blocked rank has started
-        (5, 9, False),  # the collective that it is in, or was in when it wrote that
-        (5, 12, False),
-        (5, None, False),  # the look-ahead thread is on its way
-        (0, 8, False),  # what waits is a look-ahead thread
-    ],
-)
+@pytest.mark.parametrize("exchange, idle_after, hopeless", [
+    (5, 8, True),
+    (6, 0, True),
+    (4, 8, False),  # which the blocked rank has started
+    (5, 9, False),  # the collective that it is in, or was in when it wrote that
+    (5, 12, False),
+    (5, None, False),  # the look-ahead thread is on its way
+    (0, 8, False),  # what waits is a look-ahead thread
+])  # fmt: skip
 def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_after: int, hopeless: bool) -> None:
     said = boards(idle_after=idle_after)[0].why_hopeless(exchange)
     assert bool(said) == hopeless

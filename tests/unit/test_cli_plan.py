@@ -16,7 +16,7 @@ from plan_checks import check_coverage
 from test_compare_modes import made
 
 from deepspeed_cad import profiles
-from deepspeed_cad.cli import main, picture, progress
+from deepspeed_cad.cli import foresee, main, picture, progress
 from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.forecast.attention import WAIT
@@ -61,16 +61,13 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["tasks"] == out["tasks"]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (json.dumps(GOOD | {"heads": 0}), "heads is 0"),
-        (json.dumps(GOOD | {"tolerence": 0.1}), "did you mean 'tolerance'"),
-        (json.dumps(GOOD | {"documents": [100000]}), "do not fit"),
-        ("{", "is not JSON"),
-        (None, "in.json cannot be read"),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    (json.dumps(GOOD | {"heads": 0}), "heads is 0"),
+    (json.dumps(GOOD | {"tolerence": 0.1}), "did you mean 'tolerance'"),
+    (json.dumps(GOOD | {"documents": [100000]}), "do not fit"),
+    ("{", "is not JSON"),
+    (None, "in.json cannot be read"),
+])  # fmt: skip
 def test_a_bad_question_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
 ) -> None:
@@ -254,8 +251,12 @@ def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "left out, servers wait while linear layers run under zero3" in plan(capsys, *words, "3")[1]
 
 
-def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_what_is_foreseen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
+    draw, drawn = foresee.draw_curves, {}
+    monkeypatch.setattr(foresee, "draw_curves", lambda over, *rest: (drawn.update({over: rest[0]}), draw(over, *rest)))
     folder, steps = tmp_path / "pictures", tmp_path / "steps.png"
     words = "long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad".split()
     code, said = plan(capsys, *words, "--pictures", folder, "--plot", steps)
@@ -263,6 +264,9 @@ def test_pictures_of_what_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixt
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (steps, *folder.iterdir()))
     assert all(f"drew {folder / name}" in said for name in names)
+    for over, values in (("GPUs", {4, 8, 16}), ("tokens a GPU packs", {4096, 8192, 16384})):
+        assert values <= {value for value, _ in drawn[over]["cad"]}, over
+    assert re.search(r"^ +tokens/s.* exposed$\n^ +/GPU.* exch. %$", said, re.MULTILINE)
 
 
 def test_a_step_in_files(tmp_path: Path) -> None:
@@ -275,37 +279,34 @@ def test_a_step_in_files(tmp_path: Path) -> None:
             picture.draw_step(found, str(wrong))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--link-between", "0"], "--link-between is 0.0; expected GB/s above 0"),
-        (["--link-inside", "nan"], "--link-inside is nan; expected GB/s above 0"),
-        (["--ranks", "4", "--ranks-per-node", "3,2"], "hosts of 3, 2 ranks have 5; there are 4"),
-        (["--cost", "nosuch.json"], "--cost: there is no file nosuch.json"),
-        (["--sharding", "fsdp", "--offload-optimizer"], "--offload-optimizer with fsdp"),
-        (["--keep", "host", "--recompute-attention"], 'key "keep" is "host"; allowed: "device"'),
-        (["--pipeline", "2", "--recompute-attention"], "--recompute-attention with --pipeline"),
-        (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs"),
-        (["--ranks-per-node", "8,x"], "--ranks-per-node is '8,x'"),
-        (["--micro-batches", "0"], "--micro-batches is 0; expected at least 1"),
-        (["--passes", "forward"], "--passes is 'forward'; expected train once, and forward as often as there is one"),
-        (["--passes", "train,forward", "--pipeline", "2"], "--passes with --pipeline"),
-        (["--packing", "by_work", "--micro-batches", "2"], "--micro-batches with --packing by_work"),
-        (["--memory", "0"], "--memory is 0.0; expected GiB above 0"),
-        (["--machine", "b300"], "there is no machine 'b300'"),
-        (["--modes", "plain,nosuch"], "--modes: there is no mode 'nosuch'"),
-        (["--reserve", "some"], "--reserve is 'some'; expected"),
-        (
-            ["--ranks", "7", "--modes", "ulysses,gathered"],
-            "no mode that is asked for can run on 7 GPUs: Ulysses: 32 query heads and 7 seats have no common divisor; "
-            "all-gather CP: 7 seats cannot be divided by 2",
-        ),
-        (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
-        (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
-        (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
-        (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
-    ],
-)
+@pytest.mark.parametrize("words, said", [
+    (["--link-between", "0"], "--link-between is 0.0; expected GB/s above 0"),
+    (["--link-inside", "nan"], "--link-inside is nan; expected GB/s above 0"),
+    (["--ranks", "4", "--ranks-per-node", "3,2"], "hosts of 3, 2 ranks have 5; there are 4"),
+    (["--cost", "nosuch.json"], "--cost: there is no file nosuch.json"),
+    (["--sharding", "fsdp", "--offload-optimizer"], "--offload-optimizer with fsdp"),
+    (["--keep", "host", "--recompute-attention"], 'key "keep" is "host"; allowed: "device"'),
+    (["--pipeline", "2", "--recompute-attention"], "--recompute-attention with --pipeline"),
+    (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs"),
+    (["--ranks-per-node", "8,x"], "--ranks-per-node is '8,x'"),
+    (["--micro-batches", "0"], "--micro-batches is 0; expected at least 1"),
+    (["--passes", "forward"], "--passes is 'forward'; expected train once, and forward as often as there is one"),
+    (["--passes", "train,forward", "--pipeline", "2"], "--passes with --pipeline"),
+    (["--packing", "by_work", "--micro-batches", "2"], "--micro-batches with --packing by_work"),
+    (["--memory", "0"], "--memory is 0.0; expected GiB above 0"),
+    (["--machine", "b300"], "there is no machine 'b300'"),
+    (["--modes", "plain,nosuch"], "--modes: there is no mode 'nosuch'"),
+    (["--reserve", "some"], "--reserve is 'some'; expected"),
+    (
+        ["--ranks", "7", "--modes", "ulysses,gathered"],
+        "no mode that is asked for can run on 7 GPUs: Ulysses: 32 query heads and 7 seats have no common divisor; "
+        "all-gather CP: 7 seats cannot be divided by 2",
+    ),
+    (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
+    (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
+    (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
+    (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
+])  # fmt: skip
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, shown = plan(capsys, "long-mix", "--steps", "1", *words)
     assert code == 2 and said in shown and shown.count("\n") == 1

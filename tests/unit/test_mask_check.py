@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_cad.integrations import functions
 from deepspeed_cad.integrations.mask_check import ForwardCheck, check_mask, is_due
 from transformers import masking_utils
 
@@ -14,6 +15,15 @@ from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.layout import Layout, segments_from_positions
 
 Mask = Callable[..., torch.Tensor]
+
+
+@pytest.mark.parametrize("original, made", [("eager", "eager's"), ("flash_attention_9", "sdpa's")])
+def test_outside_of_cad_a_model_has_its_own_mask(original: str, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "default_attention", lambda config: original)
+    for name in ("eager", "sdpa"):
+        masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+        monkeypatch.setitem(masks, name, lambda *args, name=name, **kwargs: f"{name}'s")
+    assert functions.cad_mask(config=None) == made
 
 
 def given_by_transformers(positions: list[list[int]], mask: torch.Tensor | None, window: int | None) -> dict[str, Any]:

@@ -57,14 +57,11 @@ def test_all_read_what_all_say(place: str) -> None:
     assert said[0] == said[1] == said[2] and [one.rank for one in said[0]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"version": "0.9"}, f"server 2 on .* has deepspeed_cad 0.9 and trainer 0 on .* has {OURS}: install the same"),
-        ({"config": CONFIG.to_dict() | {"granularity": 64}}, 'different "cad" blocks .granularity: 128 and 64.'),
-        ({"servers": 2}, "counts 2 trainers and 1 servers, server 2 on .* 2 and 2"),
-    ],
-)
+@pytest.mark.parametrize("changes, words", [
+    ({"version": "0.9"}, f"server 2 on .* has deepspeed_cad 0.9 and trainer 0 on .* has {OURS}: install the same"),
+    ({"config": CONFIG.to_dict() | {"granularity": 64}}, 'different "cad" blocks .granularity: 128 and 64.'),
+    ({"servers": 2}, "counts 2 trainers and 1 servers, server 2 on .* 2 and 2"),
+])  # fmt: skip
 def test_the_same_error_on_every_rank(place: str, changes: dict[str, Any], words: str) -> None:
     found = _all(place, lambda role, mine: replace(mine, **changes) if role.is_server else mine)
     assert [type(one) for one in found] == [CADConfigError] * 3 and len({str(one) for one in found}) == 1
@@ -103,15 +100,12 @@ def test_a_joined_server_takes_its_place(place: str) -> None:
     assert take_place(place, 20.0) == (Split(2, 1, 2, place), JOINED)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        # A key that only the other version knows is not what is wrong.
-        ({"version": "99.0", "config": {"colour": "blue"}}, f"has deepspeed_cad 99.0 and this server has {OURS}"),
-        ({"config": CONFIG.to_dict()}, "it launches its servers itself"),
-        ({"servers": 0}, "has its 0 servers already"),
-    ],
-)
+@pytest.mark.parametrize("changes, words", [
+    # A key that only the other version knows is not what is wrong.
+    ({"version": "99.0", "config": {"colour": "blue"}}, f"has deepspeed_cad 99.0 and this server has {OURS}"),
+    ({"config": CONFIG.to_dict()}, "it launches its servers itself"),
+    ({"servers": 0}, "has its 0 servers already"),
+])  # fmt: skip
 def test_a_job_that_does_not_fit(place: str, changes: dict[str, Any], words: str) -> None:
     _offer(place, **changes)
     with pytest.raises(CADConfigError, match=words):
@@ -272,15 +266,12 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
     assert not isinstance(caught.value, ServerLostError)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "expected"),
-    [
-        ((2, 3), [1.0, 2.0, 0.5, 0.25]),
-        ((3,), [1.0, 2.0, 0.25]),  # server 2 died
-        ((3, 4), [1.0, 2.0, 0.25, 0.375]),  # and another came, of which nobody knows how fast it is
-        ((), [1.0, 2.0]),
-    ],
-)
+@pytest.mark.parametrize("numbers, expected", [
+    ((2, 3), [1.0, 2.0, 0.5, 0.25]),
+    ((3,), [1.0, 2.0, 0.25]),  # server 2 died
+    ((3, 4), [1.0, 2.0, 0.25, 0.375]),  # and another came, of which nobody knows how fast it is
+    ((), [1.0, 2.0]),
+])  # fmt: skip
 def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: list[float]) -> None:
     found = speeds_of(meetings.Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
     assert found.tolist() == expected

@@ -1,11 +1,14 @@
 """Who trains and who serves, from the key and what launchers say; and what does not fit."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.server.launch import split
+from deepspeed_cad.request import VARIABLE
+from deepspeed_cad.server.launch import find_role, split
+from deepspeed_cad.server.servers import ReservedServers
 
 
 def torchrun(rank: int, sizes: list[int]) -> dict[str, str]:
@@ -61,3 +64,19 @@ def test_what_does_not_fit_is_refused_on_every_rank(servers: dict[str, Any], siz
 def test_without_a_launcher() -> None:
     with pytest.raises(CADConfigError, match=r"RANK and WORLD_SIZE are not set.*torchrun"):
         split({"reserved": 1}, {})
+
+
+def test_where_servers_join_later_every_rank_of_the_launch_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name, value in torchrun(1, [2]).items():
+        monkeypatch.setenv(name, value)
+    role = find_role({"joined": 1}, 2, 1)
+    assert role is not None and (role.trainers, role.servers, role.rank) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("serve, helpers, speeds", [(False, 0, [0, 0, 1]), (True, 2, None)])
+def test_trainers_serve_beside_servers_where_they_may(serve: bool, helpers: int, speeds: list[int] | None) -> None:
+    role, link = split({"reserved": 1}, torchrun(0, [3]))[0], SimpleNamespace(tell=print)
+    crew = ReservedServers(role, serve, None, link).crew(None, None)  # type: ignore[arg-type]
+    assert crew.servers is not None and (crew.servers.count, crew.servers.helpers) == (1, helpers)
+    assert (None if crew.speeds is None else list(crew.speeds)) == speeds

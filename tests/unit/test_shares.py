@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.shares import refuse_heads
+import torch.distributed as dist
+from deepspeed_cad.integrations.shares import attend_locally, refuse_heads
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepspeed_cad.ahead.announced import of_replicas
 from deepspeed_cad.ahead.documents import Announcement
@@ -16,6 +20,27 @@ from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADUnsu
 from deepspeed_cad.groups import refuse_beside_shares
 from deepspeed_cad.layout import LocalSegments, segments_from_positions
 from deepspeed_cad.shares import Replica, Shares, replica_in, replica_of_groups, replica_of_mesh
+
+
+def test_heads_that_come_as_dtensors_leave_as_dtensors() -> None:
+    """As from a projection whose output stays divided: [B, H, S, D] by heads, so [B, S, H, V] by the third axis."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s_aux: None) -> tuple[torch.Tensor, None]:
+        return (query + key + value).transpose(1, 2), None
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        devices, rows = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 5, 4)
+        for placement, placed, heads in ((Shard(1), Shard(2), 4), (Replicate(), Replicate(), 2)):
+            q = DTensor.from_local(rows, devices, [placement], run_check=False)
+            found: Any = attend_locally(attend, q, q, q, None)
+            assert found.placements == (placed,) and found.shape == (1, 5, heads, 4)
+            assert torch.equal(found.to_local(), 3 * rows.transpose(1, 2))
+        tokens = DTensor.from_local(rows, devices, [Shard(2)], run_check=False)
+        with pytest.raises(CADUnsupportedError, match="as a DTensor with placements"):
+            attend_locally(attend, tokens, tokens, tokens, None)
+    finally:
+        dist.destroy_process_group()
 
 
 def mesh(shape: tuple[int, ...], *names: str) -> Any:

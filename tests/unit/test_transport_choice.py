@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange import group as peers
 from deepspeed_cad.exchange import probe as probing
+from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import host_group
 from deepspeed_cad.exchange.native_calls import UnreachedError
 from deepspeed_cad.exchange.probe import choose_transport
@@ -34,6 +35,14 @@ def test_a_transport_asked_for_by_name_is_refused_with_its_reason(name: str, wor
 def test_gpus_of_amd_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert str(probing._local_refusal("nccl", torch.device("cuda"))).endswith("this torch is built for AMD")
+
+
+def test_a_library_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CADUnsupportedError("no libnccl")
+
+    monkeypatch.setattr(probing, "open_nccl", missing)
+    assert probing._local_refusal("nccl", GPU) == "no libnccl"
 
 
 class Made:
@@ -167,6 +176,8 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
         whole = c10d._get_default_group()
         alone = host_group(whole, [3])
         assert alone.handle is None and alone.members.tolist() == [0]
+        peer = peers.find_peers(whole, Alarm(0, None, 9.0), None)
+        assert peer.handle is whole and (peer.members.tolist(), peer.place) == ([0], 0), "all map each other's memory"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_rank", lambda group=None: 2)
             patch.setattr(dist, "get_global_rank", lambda group, rank: rank)

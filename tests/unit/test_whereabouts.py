@@ -104,15 +104,12 @@ def test_who_is_done_with_a_backward_is_not_why_it_takes_long(
     assert bool(said(caplog)) == named
 
 
-@pytest.mark.parametrize(
-    ("mine", "other", "micro_batches"),
-    [
-        (BROADCAST, BROADCAST, 4),  # both wait, for whoever it is
-        (BROADCAST, sight("in forward", collective=False), 5),  # it is in the same forward, and slow
-        (BARRIER, sight("at train.py:80", inside=False), 5),  # such as a rank that saves a checkpoint
-        (sight("in linear", collective=False), BARRIER, 5),  # this one is slow itself
-    ],
-)
+@pytest.mark.parametrize("mine, other, micro_batches", [
+    (BROADCAST, BROADCAST, 4),  # both wait, for whoever it is
+    (BROADCAST, sight("in forward", collective=False), 5),  # it is in the same forward, and slow
+    (BARRIER, sight("at train.py:80", inside=False), 5),  # such as a rank that saves a checkpoint
+    (sight("in linear", collective=False), BARRIER, 5),  # this one is slow itself
+])  # fmt: skip
 def test_ranks_that_may_only_be_slow_are_not_named(
     ranks: list[Rank], caplog: pytest.LogCaptureFixture, mine: Sight, other: Sight, micro_batches: int
 ) -> None:
@@ -149,8 +146,9 @@ def test_what_a_rank_had_begun_is_waited_for(
 
 
 def test_a_rank_that_ends_with_an_error_says_who_had_left(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    ranks[0].gatherer.begun = 9
     ranks[0].at.leave("")
-    assert not caplog.records
+    assert not caplog.records and list(ranks[1].liveness._last_words([0])) == [0], "whatever it took part in"
     ranks[1].at.leave("RuntimeError: Connection closed by peer")
     assert caplog.records[0].getMessage().startswith(
         "rank 1 ends with RuntimeError: Connection closed by peer. Before that rank 0 had left: its process ended "
@@ -177,14 +175,11 @@ def _call_in(module: str, wait: Any) -> Any:
     return space["broadcast"]
 
 
-@pytest.mark.parametrize(
-    ("module", "forward", "inside", "collective"),
-    [
-        ("torch.distributed.distributed_c10d", True, True, True),
-        ("torch.distributed.distributed_c10d", False, False, True),
-        ("transformers.trainer", True, True, False),
-    ],
-)
+@pytest.mark.parametrize("module, forward, inside, collective", [
+    ("torch.distributed.distributed_c10d", True, True, True),
+    ("torch.distributed.distributed_c10d", False, False, True),
+    ("transformers.trainer", True, True, False),
+])  # fmt: skip
 def test_what_a_thread_is_in(module: str, forward: bool, inside: bool, collective: bool) -> None:
     reached, go_on = threading.Event(), threading.Event()
     call = _call_in(module, lambda: (reached.set(), go_on.wait()))
