@@ -269,10 +269,14 @@ def test_pictures_of_what_is_foreseen(
     assert re.search(r"^ +tokens/s.* exposed$\n^ +/GPU.* exch. %$", said, re.MULTILINE)
 
 
-def test_a_step_in_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes, bars = pytest.importorskip("matplotlib.axes").Axes, np.zeros(2)
+    draw = axes.barh
+    monkeypatch.setattr(axes, "barh", lambda axis, row, *rest, **how: (
+        np.add.at(bars, row, rest[0]), draw(axis, row, *rest, **how)))  # fmt: skip
     found = Comparison((made("plain", 1.0), made("cad", 0.5, waiting=0.1)), {})
     picture.draw_step(found, str(tmp_path / "step.png"))
+    assert bars == pytest.approx([one.seconds.total for one in found.found])
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
     for wrong in (tmp_path / "none" / "step.png", tmp_path / "step.nosuch"):
         with pytest.raises(CADError, match=f"picture {wrong} cannot be written"):
