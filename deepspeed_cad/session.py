@@ -95,9 +95,8 @@ class Session:
         self.links = Links(None, None, "not used") if opened is None else opened.links
         """Speeds that this session began with."""
         self.speeds = find_speeds(
-            config.speeds, device, config.kernel, agree,
-            torch.are_deterministic_algorithms_enabled(), self.cost,
-        )  # fmt: skip
+            config.speeds, device, config.kernel, agree, torch.are_deterministic_algorithms_enabled(), self.cost
+        )
         """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
         crew = self.servers.crew(opened, self.speeds)
         learned = self.learned = self._learned(crew)

@@ -125,8 +125,7 @@ class Plans:
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             loaded=np.array([one.local.tokens if one.loaded < 0 else one.loaded for one in announcements]),
             orders=orders, memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
-            stretch_times=stretch_times, generation=crew.generation,
-            calls=crew.calls(partial(self._renew, gathered)),
+            stretch_times=stretch_times, generation=crew.generation, calls=crew.calls(partial(self._renew, gathered)),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(list(keys))

@@ -65,7 +65,7 @@ class Whereabouts:
         # A line from the beginning: what the job's store holds does not grow with what happens in a run.
         liveness.block(0, "nothing yet")
         self._begun, self._chain = (-1, -1, -1), tuple[CodeType, ...]()
-        self._moved_at = self._since = 0.0
+        self._moved_at, self._since, self._first = 0.0, 0.0, 0
         self._told: Place | None = None
         self._said: set[str] = set()
         self._stop = threading.Event()
@@ -103,6 +103,7 @@ class Whereabouts:
         """Once: tell and say what there is to say at this time in seconds."""
         begun = (self.trained(), self.liveness.started(), self.gatherer.begun)
         if begun != self._begun:
+            self._first = begun[1] if begun[0] != self._begun[0] else self._first
             self._begun, self._chain, self._moved_at = begun, (), now
             if self._told is not None:
                 self._told = None
@@ -122,18 +123,19 @@ class Whereabouts:
         if place != self._told:
             self._told = place
             self.liveness.move(place)
-        backward = any(code.co_name == _STEPS[1] for code in sight.chain)
-        if place.waits and (elsewhere := self._elsewhere(place, backward)):
+        ends = begun[1] > self._first and any(code.co_name == _STEPS[1] for code in sight.chain)
+        if place.waits and (elsewhere := self._elsewhere(place, begun[1] + (not ends))):
             words = list(elsewhere.values())
             more = f"; and {len(words) - MOST} more" if len(words) > MOST else ""
             remedy = "" if APART in words[-1] else f". {APART}"
             self._say(" ".join(elsewhere), f"{begin}. Meanwhile {'; '.join(words[:MOST])}{more}{remedy}")
 
-    def _elsewhere(self, mine: Place, backward: bool) -> dict[str, str]:
+    def _elsewhere(self, mine: Place, ahead: int) -> dict[str, str]:
         """The ranks that are not where this one waits: what is the same each time they are there, and in words. None
-        where a lower rank waits, too, and says it. Who has started all of this `backward` is not waited for."""
+        where a lower rank waits, too, and says it. Who is done with this micro-batch, as `ahead` exchanges of its group
+        show, is not waited for."""
         found: dict[str, str] = {}
-        others = sorted([*self.liveness.others, *self.liveness.beside])
+        own, others = self.liveness.others, sorted([*self.liveness.others, *self.liveness.beside])
         left, places = self.liveness.left(others), self.liveness.places(others)
         for rank in others:
             place = places.get(rank)
@@ -143,7 +145,7 @@ class Whereabouts:
                 continue
             elif place.waits:
                 return {}
-            elif place.micro_batches == mine.micro_batches and place.exchanges >= mine.exchanges + (not backward):
+            elif (place.micro_batches, rank in own) == (mine.micro_batches, True) and place.exchanges >= ahead:
                 continue
             elif not place.inside or place.micro_batches < mine.micro_batches:
                 found[f"{rank} {place.text}"] = f"rank {rank} is {place.describe()}"

@@ -92,14 +92,17 @@ def test_who_waits_names_who_is_elsewhere_once(ranks: list[Rank], caplog: pytest
     ]
 
 
-@pytest.mark.parametrize("exchanges, named", [(8, False), (9, False), (7, True)])
+@pytest.mark.parametrize("before, exchanges, named", [(2, 8, False), (2, 9, False), (2, 7, True), (8, 8, True)])
 def test_who_is_done_with_a_backward_is_not_why_it_takes_long(
-    ranks: list[Rank], caplog: pytest.LogCaptureFixture, exchanges: int, named: bool
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture, before: int, exchanges: int, named: bool
 ) -> None:
-    """As with a million tokens, where one GPU is 10 s behind. Who left the step after an error has started less."""
+    """As with a million tokens, where one GPU is 10 s behind. Who left the step after an error has started less, and
+    where nothing is exchanged that cannot be seen."""
     backward = sight("in backward", chain=(torch.autograd.graph._engine_run_backward.__code__,))
-    ranks[0].trained, ranks[0].exchanges, ranks[1].trained, ranks[1].exchanges = 3, 8, 3, exchanges
+    ranks[0].trained, ranks[0].exchanges, ranks[1].trained, ranks[1].exchanges = 3, before, 3, exchanges
     stand(ranks[1], BARRIER)
+    ranks[0].look(0, backward)
+    ranks[0].exchanges = 8
     stand(ranks[0], backward)
     assert bool(said(caplog)) == named
 
