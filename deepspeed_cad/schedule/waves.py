@@ -101,22 +101,23 @@ def waves_within(tick: Tick, tasks: Ints, rank: int, groups: int, window: int | 
     which they do so least. Where nothing fits: what needs least, or CADError on every rank where that is too much."""
     least: tuple[tuple[float, int], Cut, list[Slices]] | None = None
     best, found, beyond = float("inf"), None, None
+    more = min(room.most, MORE * room.limit) if room.most < float("inf") else 0.0
     # `cut`, and what needs less memory and has no fewer waves.
     smaller = (Cut(waves, blocks, cut.granularity) for blocks, counts in _CUTS for waves in counts if waves > cut.waves)
     for one in (cut, *smaller):
         parts = split_tasks(tick, tasks, window, one)
         slices = [build_slices(tick, part, window) for part in parts]
         needed = room_needed(room, [(part.served_rows, part.landed_rows) for part in slices])
+        least = least if least is not None and least[0] <= needed else (needed, one, slices)
+        if needed[0] > max(room.limit, more):
+            continue
         # What was planned was weighed by the planner.
         longer = 1.0 if one == cut else stretch(tick, parts, window) + FINER * one.blocks
         if needed[0] > room.limit:
-            least = least if least is not None and least[0] <= needed else (needed, one, slices)
-            if longer <= LONGER and needed[0] <= MORE * room.limit and needed[0] <= room.most < float("inf"):
-                beyond = beyond or (one, slices)
-            continue
-        if longer < best:
+            beyond = beyond or ((one, slices) if longer <= LONGER else None)
+        elif longer < best:
             best, found = longer, (one, slices)
-        if longer <= LONGER:
+        if best <= LONGER:
             break
     found = (beyond if best > LONGER else None) or found
     if found is None:
