@@ -8,8 +8,8 @@
 All: DeepSpeed ZeRO-3 with the optimizer on the host, full activation checkpointing with checkpoints in pinned host
 memory, DeepSpeed's tiled MLP and tiled loss (examples/tiling.py), the same weights, the same kernel, the same part of
 the document on each rank. `alst` attends by DeepSpeed's UlyssesSPAttentionHF, which checkpointing runs again;
-`alst:kept` by the Ulysses of train_ulysses.py, which keeps attention's output where the checkpoints are; `cad` by
-deepspeed_cad with `"keep": "host"` unless `--cad` says otherwise. The first steps warm up at full length, because
+`alst:kept` by the Ulysses of train_ulysses.py, which keeps attention's output where CAD would; `cad` by deepspeed_cad
+with `"keep": "host"` unless `--cad` says otherwise. The first steps warm up at full length, because
 pinned memory is found in the first; losses of all steps are in the table, so those after the first show whether all
 trained the same. Host memory is what the host has less of after a step than before the model was made, pinned memory
 of all ranks included.
@@ -123,7 +123,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         feed = session.find_binding(model).feed
     else:
         if options.mode == "alst:kept":
-            parking = Parking(device) if options.checkpoints == "host" else None
+            parking = Parking(device) if options.cad.get("keep") == "host" else None
             use_kept_ulysses(model, "benchmark_kept", kernel, KeptOutputs(parking))
         else:
             use_ulysses(model, kernel, device)
