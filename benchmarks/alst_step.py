@@ -136,7 +136,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     batch = {"input_ids": ids[None], "position_ids": positions[None]}
     announced = {name: value.cpu() for name, value in batch.items()}
     labels = {"labels": targets[None], "shift_labels": targets[None]}
-    seconds, losses, waited = [], [], 0.0
+    seconds, optimizer, losses, waited = [], [], [], 0.0
     count = options.warmup + options.steps
     for step in range(count):
         if step == options.warmup:
@@ -152,21 +152,26 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             items = (options.tokens - 1) / ranks
             loss = engine(**batch, **labels, **more, num_items_in_batch=items, use_cache=False).loss
         engine.backward(loss)
+        _meet(cuda)
+        before = time.perf_counter()
         engine.step()
         _meet(cuda)
         seconds.append(time.perf_counter() - begin)
+        optimizer.append(time.perf_counter() - before)
         least = min(least, available_host_memory() or 0)
         total = loss.detach().float()
         dist.all_reduce(total)
         losses.append(float(total) / ranks)
         if rank == 0:
-            sys.stderr.write(f"step {step}: {seconds[-1]:.3f} s, loss {losses[-1]:.6f}\n")
+            took = f"{seconds[-1]:.3f} s, {optimizer[-1]:.3f} s of it the optimizer's"
+            sys.stderr.write(f"step {step}: {took}, loss {losses[-1]:.6f}\n")
     if session is not None:
         waited = session.take_statistics("benchmark").waited_s / options.steps
     landing = 0 if session is None else landing_bytes(session)
     parking = parking if session is None else session.parking
-    return {
+    figures = {
         "seconds": seconds[options.warmup :],
+        "optimizer": optimizer[options.warmup :],
         "losses": losses,
         "waited": waited if session is not None else None,
         "peak": torch.cuda.max_memory_allocated() + landing if cuda else 0,
@@ -175,6 +180,9 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "kernel": kernel.name,
         "transport": "" if session is None or session.transport is None else session.transport.name,
     }
+    if session is not None:
+        session.close()  # writes its timeline, where --cad names one
+    return figures
 
 
 def _meet(cuda: bool) -> None:
