@@ -254,13 +254,14 @@ def main() -> None:
     add("--tile", type=int, default=8192, help="tokens of a tile of MLPs and loss; 0: none")
     add("--keep", choices=("device", "host"), default="host")
     add("--checkpoints", choices=("device", "host"), default="host")
-    for name, value in vars(ModelShape()).items():
+    sizes = {name: value for name, value in vars(ModelShape()).items() if isinstance(value, int)}
+    for name, value in sizes.items():
         add(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args()
     if options.page:
         sys.stdout.write("\n".join(table() for table in PAGE))
         return
-    shape = ModelShape(**{name: getattr(options, name) for name in vars(ModelShape())})
+    shape = ModelShape(**{name: getattr(options, name) for name in sizes})
     setting = Setting(options.tokens, options.ranks, options.tile, options.keep, options.checkpoints)
     sys.stdout.write(bytes_table(shape, [setting]))
 

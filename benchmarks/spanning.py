@@ -7,7 +7,7 @@ Bytes are those of one layer in bf16, in GiB. Forward: Q, K and V to servers, O 
 dK and dV back. What lands is what a rank needs room for at once if it does not go in waves: dO and Q of the rows of
 others that it serves, K and V of all that is read for that, its own among them; and dQ, dK and dV that come back
 (backward needs more of both). Costs are those of the shipped profile of FlashAttention-4, the tolerance is 0.05, a
-fifth of it for "home, even".
+fifth of it for "home, even", a twentieth for "home, more even".
 """
 
 from __future__ import annotations
@@ -89,13 +89,14 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
         for label, kept in (("home", -1), ("dealt out", 0), ("but the first rows", 1))
     }
     if most_ranks(problem) > 1:
-        starts["home, even"] = solve(problem, Aim(FINER * problem.tolerance))
+        for label, share in zip(("home, even", "home, more even"), FINER):
+            starts[label] = solve(problem, Aim(share * problem.tolerance))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         starts["dealt out"] = also_on_two(problem)
     taken = next(label for label, found in starts.items() if np.array_equal(own_tasks(problem, found), plan.tasks))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         taken, starts = "home", {"home": starts["home"]}  # no document lies on two ranks
-    rare = ("but the first rows", "home, even")
+    rare = ("but the first rows", "home, even", "home, more even")
     shown = {label: found for label, found in starts.items() if label not in rare or label == taken}
     return [row(name, f"**{label}**" if label == taken else label, problem, found) for label, found in shown.items()]
 

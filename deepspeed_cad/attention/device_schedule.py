@@ -88,7 +88,9 @@ def upload_schedule(
     On two streams no batch has to be cut for overlap, but those that add to the same rows of dK and dV stay on one."""
     parts = (schedules,) if isinstance(schedules, Schedule) else schedules
     batches = sum((part.local for part in parts), ())
-    overlap = _keys_overlap(batches)
+    # Whether two batches have common groups and common key rows.
+    spans = [(group * FAR + b.k_row, b.k_rows) for b in batches for group in range(b.group_begin, b.group_end)]
+    overlap = sum(rows for _, rows in spans) > _covered(np.array(spans, np.int64))
     first = parts[0]
     whole = (
         len(batches) == 1
@@ -128,12 +130,6 @@ def _served_groups(schedule: Schedule) -> Ints:
         rows = table[table[:, KIND] == QUERY]
         group[schedule.server_index(table, QUERY)] = np.repeat(rows[:, GROUP], rows[:, ROWS])
     return group
-
-
-def _keys_overlap(batches: tuple[Batch, ...]) -> bool:
-    """Two batches with common groups and common key rows."""
-    spans = [(group * FAR + b.k_row, b.k_rows) for b in batches for group in range(b.group_begin, b.group_end)]
-    return sum(rows for _, rows in spans) > _covered(np.array(spans, np.int64))
 
 
 def _keys_return_often(parts: tuple[Schedule, ...]) -> bool:

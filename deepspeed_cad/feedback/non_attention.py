@@ -61,7 +61,9 @@ class StretchTimes:
                 if isinstance(one.end, torch.cuda.Event) and not is_over(one.end):
                     break
                 self._stretches.popleft()
-                found[one.backward].append(_seconds(one.begin, one.end) / one.tokens)
+                begin, end = one.begin, one.end
+                took = float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+                found[one.backward].append(took / one.tokens)
                 waited.append(one.waited)
         return *found, waited
 
@@ -94,10 +96,6 @@ class Stretches:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _seconds(begin: Moment, end: Moment) -> float:
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 PICOSECONDS = 1e12

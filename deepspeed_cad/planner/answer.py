@@ -67,20 +67,25 @@ def best_start(problem: PlanInput, at_home: Solution) -> Solution:
     ranks = most_ranks(problem)
     if ranks < 2:
         return at_home
-    even = solve(problem, Aim(constants.FINER * problem.tolerance))
-    if ranks < constants.READ_FROM or problem.shape.groups == 1:
-        ends = [_attention(problem, one) for one in (even, at_home)]
-        moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (even, at_home)]
-        # Whether it ends so much sooner as it moves more.
-        return even if 1.0 - ends[0] / ends[1] > constants.WORTH * (moved[0] / moved[1] - 1.0) else at_home
-    plans = [even, *(solve(problem, Aim(problem.tolerance, kept=kept)) for kept in constants.KEPT), at_home]
+    kept = constants.KEPT if ranks >= constants.READ_FROM and problem.shape.groups > 1 else ()
+    plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=count)) for count in kept)]
     ends = [_end_of(problem, plan) for plan in plans]
     alike = [plan for plan, end in zip(plans, ends) if end <= min(ends) * (1.0 + constants.BAND * problem.tolerance)]
     best, least = alike[0], burden(problem, alike[0].flows)
     for plan in alike[1:]:
         if (found := burden(problem, plan.flows)) < least * constants.LIGHTER:
             best, least = plan, found
+    for share in constants.FINER[: 1 if problem.tick.ranks > constants.MANY_RANKS else 2]:
+        even = solve(problem, Aim(share * problem.tolerance))
+        best = even if _is_worth(problem, even, best) else best
     return best
+
+
+def _is_worth(problem: PlanInput, more: Solution, less: Solution) -> bool:
+    """Whether a plan ends so much sooner than another, transfers included, as it moves more."""
+    ends = [slowest(problem, one) for one in (more, less)]
+    moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (more, less)]
+    return 1.0 - ends[0] / ends[1] > constants.WORTH * (moved[0] / moved[1] - 1.0)
 
 
 def _end_of(problem: PlanInput, plan: Solution) -> float:

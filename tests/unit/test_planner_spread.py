@@ -69,3 +69,18 @@ def test_over_hosts_only_where_it_pays(between: float, monkeypatch: pytest.Monke
     monkeypatch.setattr(answer, "solve", lambda asked, aim: solve(asked, dataclasses.replace(aim, kept=-1)))
     only_home = make_plan(problem)
     assert plan.finish.max() <= only_home.finish.max() * (1 + 0.5 * TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths, ranks, even", [
+    ([MILLION], 2, 2), ([MILLION], 4, 2), ([8_000] * 31 + [16_000], 4, 1), ([20_000] * 13, 2, 0)
+])  # fmt: skip
+def test_ranks_are_made_more_even_where_the_time_is_worth_the_bytes(lengths: list[int], ranks: int, even: int) -> None:
+    problem = dataclasses.replace(ask(lengths, ranks, sum(lengths) // ranks), tolerance=0.05)
+    plans = [solve(problem, Aim(share * problem.tolerance)) for share in (1.0, 0.2, 0.05)]
+    taken = plans[0]
+    for plan in plans[1:]:
+        moved, before = (max(one.flows.sent.max(), one.flows.received.max()) for one in (plan, taken))
+        sooner = 1.0 - answer.slowest(problem, plan) / answer.slowest(problem, taken)
+        taken = plan if sooner > 0.1 * (moved / before - 1.0) else taken
+    assert taken is plans[even]
+    assert make_plan(problem).load == pytest.approx(problem.ends(taken.work))
