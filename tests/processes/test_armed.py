@@ -91,14 +91,11 @@ def test_an_exit_code_of_its_own_is_kept(tmp_path, end: str, code: int) -> None:
     assert _end(tmp_path, end, "main", "").returncode == code
 
 
-@pytest.mark.parametrize(
-    ("words", "folder", "local_rank"),
-    [
-        (["script.py"], "inner", []),
-        (["inner/script.py"], "inner", ["--local_rank=3"]),
-        (["-m", "inner.script"], "", []),
-    ],
-)
+@pytest.mark.parametrize("words, folder, local_rank", [
+    (["script.py"], "inner", []),
+    (["inner/script.py"], "inner", ["--local_rank=3"]),
+    (["-m", "inner.script"], "", []),
+])  # fmt: skip
 def test_a_script_finds_itself_as_if_started_alone(tmp_path, words, folder: str, local_rank) -> None:
     (tmp_path / "inner").mkdir()
     code = "import os, sys; print(__name__, sys.path[0], *sys.argv[1:], os.path.basename(sys.argv[0]))"

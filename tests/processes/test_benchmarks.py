@@ -89,18 +89,15 @@ def test_the_measurements_have_names() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "sizes", "last"),
-    [
-        ("headline", "--tokens-per-rank 256 --scale --steps 1 --warmup 1", r"÷ Ulysses kept \|(?s:.*)\n\| cad \| "),
-        ("pipeline", "--layers 2 --tokens 256 --scale --repeats 1 --steps 1", r"\| 2 × 1 \| meet_64k_2r \| \d"),
-        ("finetune", "--tiny --context 256 --synthetic 64 --steps 3", r"median [\d.]+ s off, [\d.]+ s on"),
-        ("dealt", "--divide 128 --steps 2", r"\| dealt \| (?s:.*)padded, .* losses are at most \d\.\de-0[789] apart"),
-        ("rollouts", "--batch 8 --divide 128 --context 512", r"\| cad \| (?s:.*)by_length.*modes differ by at most 0"),
-        ("servers", "--tokens 2048", r"\| reserved_nvlink \| 1 \+ 1 \| c10d \| "),
-        ("shares", "--tokens 512 --steps 1 --repeats 1", r"ulysses 2 × 2 .* 1\.70 → 1\.[0-3].* most (0|\S+e-0[789])"),
-    ],
-)
+@pytest.mark.parametrize("name, sizes, last", [
+    ("headline", "--tokens-per-rank 256 --scale --steps 1 --warmup 1", r"÷ Ulysses kept \|(?s:.*)\n\| cad \| "),
+    ("pipeline", "--layers 2 --tokens 256 --scale --repeats 1 --steps 1", r"\| 2 × 1 \| meet_64k_2r \| \d"),
+    ("finetune", "--tiny --context 256 --synthetic 64 --steps 3", r"median [\d.]+ s off, [\d.]+ s on"),
+    ("dealt", "--divide 128 --steps 2", r"\| dealt \| (?s:.*)padded, .* losses are at most \d\.\de-0[789] apart"),
+    ("rollouts", "--batch 8 --divide 128 --context 512", r"\| cad \| (?s:.*)by_length.*modes differ by at most 0"),
+    ("servers", "--tokens 2048", r"\| reserved_nvlink \| 1 \+ 1 \| c10d \| "),
+    ("shares", "--tokens 512 --steps 1 --repeats 1", r"ulysses 2 × 2 .* 1\.70 → 1\.[0-3].* most (0|\S+e-0[789])"),
+])  # fmt: skip
 def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) -> None:
     workload = str(ROOT / "benchmarks" / "workloads" / "meet_64k_2r.json")
     tiny = sizes if name == "finetune" else f"{' '.join(TINY)} {sizes}"

@@ -256,15 +256,12 @@ def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int
     return seen, "".join(said)
 
 
-@pytest.mark.parametrize(
-    ("spans", "documents", "rank_0", "rank_1", "told"),
-    [
-        (False, "keep", [8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4], True),
-        # Heavy ones of all ranks meet, in rank 0's order; not where documents span ranks.
-        (True, "keep", [8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4], False),
-        (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
-    ],
-)
+@pytest.mark.parametrize("spans, documents, rank_0, rank_1, told", [
+    (False, "keep", [8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4], True),
+    # Heavy ones of all ranks meet, in rank 0's order; not where documents span ranks.
+    (True, "keep", [8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4], False),
+    (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
+])  # fmt: skip
 def test_order_inside_steps(
     workers: WorkerPool, spans: bool, documents: str, rank_0: list[int], rank_1: list[int], told: bool
 ) -> None:

@@ -42,13 +42,10 @@ OFTEN = ("trainer.py --tiny --steps 4", "trl_sft.py", "fsdp2.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        command if any(name in command for name in OFTEN) else pytest.param(command, marks=pytest.mark.long)
-        for command in (*COMMANDS, "torchrun --nproc_per_node 2 examples/lora.py --tiny --steps 2")
-    ],
-)
+@pytest.mark.parametrize("command", [
+    command if any(name in command for name in OFTEN) else pytest.param(command, marks=pytest.mark.long)
+    for command in (*COMMANDS, "torchrun --nproc_per_node 2 examples/lora.py --tiny --steps 2")
+])  # fmt: skip
 def test_command(tmp_path, command: str) -> None:
     """What torchrun starts; torchrun itself is tried in test_run.py."""
     torchrun, option, count, *words = shlex.split(command)

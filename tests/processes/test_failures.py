@@ -60,18 +60,15 @@ def _wrong(rank: int, world: int, what: str) -> None:
         _step(model, given)
 
 
-@pytest.mark.parametrize(
-    ("what", "kind", "words"),
-    [
-        ("config", "CADPeerError", ['another "cad" block', "give every rank the same"]),
-        ("model", "CADPeerError", ["another model", "load the same model"]),
-        ("version", "CADPeerError", ["another version of deepspeed_cad", "install the same version"]),
-        ("plan", "CADPeerError", ["another plan"]),
-        ("nan", "CADDataError", ["position_ids[0, 3] is nan"]),
-        ("neighbours", "CADDataError", ["rank 1", "starts at position 7", "ended at 20"]),
-        ("announced", "CADDataError", ["is not the one that the loader announced", "look_ahead"]),
-    ],
-)
+@pytest.mark.parametrize("what, kind, words", [
+    ("config", "CADPeerError", ['another "cad" block', "give every rank the same"]),
+    ("model", "CADPeerError", ["another model", "load the same model"]),
+    ("version", "CADPeerError", ["another version of deepspeed_cad", "install the same version"]),
+    ("plan", "CADPeerError", ["another plan"]),
+    ("nan", "CADDataError", ["position_ids[0, 3] is nan"]),
+    ("neighbours", "CADDataError", ["rank 1", "starts at position 7", "ended at 20"]),
+    ("announced", "CADDataError", ["is not the one that the loader announced", "look_ahead"]),
+])  # fmt: skip
 def test_every_rank_says_why(workers: WorkerPool, what: str, kind: str, words: list[str]) -> None:
     errors, _ = workers.try_run(_wrong, 2, what)
     for rank, error in enumerate(errors):

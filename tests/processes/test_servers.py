@@ -114,15 +114,11 @@ def _check(found: list[Counted], limit: float) -> None:
     assert len({(one.waves, one.tried) for one in found}) == 1 and found[0].waves[1] >= 3, found
 
 
-@pytest.mark.parametrize(
-    ("trainers", "servers", "kib", "checkpoint", "block"),
-    [
-        (2, 1, 510, False, {"overlap": "interleave"}),
-        (1, 2, 260, False, {"overlap": "local_first"}),
-        pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("trainers, servers, kib, checkpoint, block", [
+    (2, 1, 510, False, {"overlap": "interleave"}),
+    (1, 2, 260, False, {"overlap": "local_first"}),
+    pytest.param(1, 2, 620, True, {"overlap": "interleave"}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_exact_within_the_limit(
     workers: WorkerPool, trainers: int, servers: int, kib: int, checkpoint: bool, block: dict[str, Any]
 ) -> None:

@@ -11,14 +11,11 @@ GOES_ON = {**BLOCK, "servers": {"joined": 1}, "on_server_failure": "continue"}
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("how", "who", "block", "reason"),
-    [
-        ("raise", 1, {}, "ValueError: no more data"),
-        ("kill", 1, {"servers": {"reserved": 2}, "on_server_failure": "continue"}, "trainer 1"),
-        pytest.param("early", 1, {}, "trainers 1 had ended well", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("how, who, block, reason", [
+    ("raise", 1, {}, "ValueError: no more data"),
+    ("kill", 1, {"servers": {"reserved": 2}, "on_server_failure": "continue"}, "trainer 1"),
+    pytest.param("early", 1, {}, "trainers 1 had ended well", marks=pytest.mark.long),
+])  # fmt: skip
 def test_trainers_that_fail_end_the_servers_with_the_reason(
     job: Job, how: str, who: int, block: dict, reason: str
 ) -> None:

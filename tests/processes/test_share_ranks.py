@@ -207,14 +207,11 @@ def _refused(rank: int, world: int, heads: int, kv_heads: int, divided: int, nam
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "divided", "names", "words"),
-    [
-        (2, 8, 4, 4, None, r"lie on a mesh without names of shape \[2\].*mesh=mesh"),
-        (4, 6, 6, 2, AXES, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must"),
-        (4, 8, 2, 2, AXES, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
-    ],
-)
+@pytest.mark.parametrize("world, heads, kv_heads, divided, names, words", [
+    (2, 8, 4, 4, None, r"lie on a mesh without names of shape \[2\].*mesh=mesh"),
+    (4, 6, 6, 2, AXES, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must"),
+    (4, 8, 2, 2, AXES, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
+])  # fmt: skip
 def test_heads_that_are_not_divided_well(
     workers: WorkerPool, world: int, heads: int, kv_heads: int, divided: int, names: Any, words: str
 ) -> None:

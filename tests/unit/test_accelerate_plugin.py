@@ -75,14 +75,11 @@ def test_prepared_loaders_are_examined() -> None:
         ours._prepare_data_loader(lambda self, loader: loader, asked, loader)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fsdp2", "block", "models"),
-    [
-        (DistributedType.DEEPSPEED, False, {"cad": {"tolerance": 0.2}}, 0),
-        (DistributedType.FSDP, True, {}, 1),
-        (DistributedType.FSDP, False, {}, 0),  # prepare_model binds it
-    ],
-)
+@pytest.mark.parametrize("kind, fsdp2, block, models", [
+    (DistributedType.DEEPSPEED, False, {"cad": {"tolerance": 0.2}}, 0),
+    (DistributedType.FSDP, True, {}, 1),
+    (DistributedType.FSDP, False, {}, 0),  # prepare_model binds it
+])  # fmt: skip
 def test_what_is_done_before_everything_is_wrapped(bound, kind, fsdp2: bool, block: dict, models: int) -> None:
     json: dict[str, Any] = {}
     host = Namespace(
@@ -108,14 +105,11 @@ def test_every_accelerator_of_a_process_that_was_asked(bound) -> None:
     assert not hasattr(Accelerator(cpu=True), ours._PLUGIN)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parallelism_config": Namespace(cp_enabled=True)}, "context parallelism"),
-        ({"distributed_type": DistributedType.MEGATRON_LM}, "Megatron-LM"),
-        ({"dataloader_config": Namespace(dispatch_batches=True)}, "dispatch_batches=False"),
-    ],
-)
+@pytest.mark.parametrize("changes, said", [
+    ({"parallelism_config": Namespace(cp_enabled=True)}, "context parallelism"),
+    ({"distributed_type": DistributedType.MEGATRON_LM}, "Megatron-LM"),
+    ({"dataloader_config": Namespace(dispatch_batches=True)}, "dispatch_batches=False"),
+])  # fmt: skip
 def test_refusals(changes: dict[str, Any], said: str) -> None:
     parallel = Namespace(cp_enabled=False, sp_enabled=True, tp_enabled=True)
     fine = {"parallelism_config": parallel, "distributed_type": DistributedType.NO}

@@ -164,14 +164,11 @@ def test_a_request_in_the_environment_is_told_of_what_trains(python, autoload: s
     assert told == ["torch True", "accelerate True", "deepspeed True", "0"]
 
 
-@pytest.mark.parametrize(
-    ("config", "got"),
-    [
-        ("{}", "cad 0.2"),
-        ("{'cad': {'tolerance': 0.2}}", "cad 0.2"),
-        ("{'cad': {}}", 'DEEPSPEED_CAD_CONFIG and the "cad" block of the DeepSpeed JSON disagree in tolerance'),
-    ],
-)
+@pytest.mark.parametrize("config, got", [
+    ("{}", "cad 0.2"),
+    ("{'cad': {'tolerance': 0.2}}", "cad 0.2"),
+    ("{'cad': {}}", 'DEEPSPEED_CAD_CONFIG and the "cad" block of the DeepSpeed JSON disagree in tolerance'),
+])  # fmt: skip
 def test_a_request_is_the_block_of_every_json(python, config: str, got: str) -> None:
     code = f"{ARM}{ENGINE}" + (
         "import deepspeed\ntry:\n"

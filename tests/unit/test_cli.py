@@ -70,15 +70,12 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     assert read["core_works"] is True and read["kernels"][0]["name"] == "torch_math" and read["summary"] == lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("section", "found"),
-    [
-        ("packages", Finding("torch", False, "no", "get it")),
-        ("packages", Finding("native library", False, "not built")),
-        ("kernels", Finding("torch_math", False, "wrong numbers")),
-        ("transports", Finding("c10d", False, "failed")),
-    ],
-)
+@pytest.mark.parametrize("section, found", [
+    ("packages", Finding("torch", False, "no", "get it")),
+    ("packages", Finding("native library", False, "not built")),
+    ("kernels", Finding("torch_math", False, "wrong numbers")),
+    ("transports", Finding("c10d", False, "failed")),
+])  # fmt: skip
 def test_exit_code_where_the_core_does_not_work(monkeypatch, section: str, found: Finding, capsys) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: WORKS | {section: [found]})
     assert cli.main(["doctor"]) == 1

@@ -164,24 +164,21 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[...,
     assert plan(path, "--limit", BATCH + 1)[1]["tokens"] == BATCH + 1
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("broken.jsonl", '{"text": "a"}\n{"text"\n', "broken.jsonl cannot be read: "),
-        ("empty.jsonl", "", "empty.jsonl is empty: it holds neither documents nor lengths"),
-        ("none.json", "[]", "none.json is empty"),
-        ("a.parquet", "not Parquet", "a.parquet cannot be read: "),
-        (
-            "holes.jsonl",
-            '{"text": "a"}\n{"other": 1}\n',
-            "holes.jsonl, row 1: 'text' is NoneType 'None'; expected text",
-        ),
-        ("numbers.jsonl", '{"text": 3}\n', "row 0: 'text' is int '3'; expected text, token ids or chat messages"),
-        ("blank.jsonl", '{"text": ""}\n', "blank.jsonl holds no documents"),
-        ("binary.bin", "\udcff", "binary.bin cannot be read: UnicodeDecodeError"),
-        ("one.json", '{"rows": [1]}', "one.json has none of input_ids, text, messages; its fields: rows"),
-    ],
-)
+@pytest.mark.parametrize("name, content, said", [
+    ("broken.jsonl", '{"text": "a"}\n{"text"\n', "broken.jsonl cannot be read: "),
+    ("empty.jsonl", "", "empty.jsonl is empty: it holds neither documents nor lengths"),
+    ("none.json", "[]", "none.json is empty"),
+    ("a.parquet", "not Parquet", "a.parquet cannot be read: "),
+    (
+        "holes.jsonl",
+        '{"text": "a"}\n{"other": 1}\n',
+        "holes.jsonl, row 1: 'text' is NoneType 'None'; expected text",
+    ),
+    ("numbers.jsonl", '{"text": 3}\n', "row 0: 'text' is int '3'; expected text, token ids or chat messages"),
+    ("blank.jsonl", '{"text": ""}\n', "blank.jsonl holds no documents"),
+    ("binary.bin", "\udcff", "binary.bin cannot be read: UnicodeDecodeError"),
+    ("one.json", '{"rows": [1]}', "one.json has none of input_ids, text, messages; its fields: rows"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_one_line(
     tmp_path: Path, plan: Callable[..., Any], name: str, content: str, said: str
 ) -> None:
@@ -239,13 +236,10 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     yield forbid
 
 
-@pytest.mark.parametrize(
-    ("package", "remedy"),
-    [
-        ("datasets", 'reading a data set needs Hugging Face datasets: pip install "deepspeed_cad[plan]"'),
-        ("transformers", 'reading text needs transformers: pip install "deepspeed_cad[plan]"'),
-    ],
-)
+@pytest.mark.parametrize("package, remedy", [
+    ("datasets", 'reading a data set needs Hugging Face datasets: pip install "deepspeed_cad[plan]"'),
+    ("transformers", 'reading text needs transformers: pip install "deepspeed_cad[plan]"'),
+])  # fmt: skip
 def test_a_missing_package_comes_with_its_remedy(
     tmp_path: Path, plan: Callable[..., Any], without: Callable[[str], None], package: str, remedy: str
 ) -> None:
@@ -279,34 +273,27 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "change"),
-    [
-        (LLAMA, {}),
-        (LLAMA | {"head_dim": 32}, {"head_dim": 32}),
-        (
-            {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99, "n_inner": 100},
-            {"intermediate": 100, "kv_heads": 8},
-        ),
-        ({"model_type": "qwen2_5_vl", "text_config": LLAMA | {"model_type": "qwen2_5_vl_text"}}, {}),
-        ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
-    ],
-    ids=["llama", "head_dim", "gpt2", "images", "unknown"],
-)
+@pytest.mark.parametrize("config, change", [
+    (LLAMA, {}),
+    (LLAMA | {"head_dim": 32}, {"head_dim": 32}),
+    (
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 99, "n_inner": 100},
+        {"intermediate": 100, "kv_heads": 8},
+    ),
+    ({"model_type": "qwen2_5_vl", "text_config": LLAMA | {"model_type": "qwen2_5_vl_text"}}, {}),
+    ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
+], ids=["llama", "head_dim", "gpt2", "images", "unknown"])  # fmt: skip
 def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("qwen3_5", ""),
-        ("jamba", "its experts"),
-        ("llama4", "36 of 48 layers (chunked_attention) and its experts"),
-        ("gpt_oss", "18 of 36 layers (sliding_attention) and its experts"),
-    ],
-)
+@pytest.mark.parametrize("kind, said", [
+    ("qwen3_5", ""),
+    ("jamba", "its experts"),
+    ("llama4", "36 of 48 layers (chunked_attention) and its experts"),
+    ("gpt_oss", "18 of 36 layers (sliding_attention) and its experts"),
+])  # fmt: skip
 def test_supported_models_are_read_and_what_is_not_foreseen_is_said(tmp_path: Path, kind: str, said: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert read_model_shape(str(tmp_path)).not_counted == said
@@ -339,19 +326,16 @@ def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str],
     assert vars(read_model_shape(str(tmp_path))) == SHAPE
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "cannot be read: No such file"),
-        ("{", "is not JSON"),
-        ("[]", "holds a list"),
-        (
-            '{"model_type": "of_our_own"}',
-            "no attribute 'num_attention_heads' (model_type 'of_our_own' is not known here)",
-        ),
-        ('{"model_type": "of_our_own", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
-    ],
-)
+@pytest.mark.parametrize("content, said", [
+    (None, "cannot be read: No such file"),
+    ("{", "is not JSON"),
+    ("[]", "holds a list"),
+    (
+        '{"model_type": "of_our_own"}',
+        "no attribute 'num_attention_heads' (model_type 'of_our_own' is not known here)",
+    ),
+    ('{"model_type": "of_our_own", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
+])  # fmt: skip
 def test_what_is_no_model(tmp_path: Path, plan: Callable[..., Any], content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

@@ -50,18 +50,15 @@ def test_the_fastest_degree_that_fits_is_taken() -> None:
     assert tight.found[0].fits and label(tight.found[0]) == "CAD in place, recompute_attention"
 
 
-@pytest.mark.parametrize(
-    ("changes", "mode", "reason"),
-    [
-        ({"ranks": 1}, "ulysses", "have no common divisor"),
-        ({"ranks": 1}, "gathered", "cannot be divided by 2"),
-        ({"ranks": 1}, "cad reserved", "one seat cannot be split"),
-        ({"pipeline": 4}, "cad reserved", "together with pipeline stages"),
-        ({"checkpointing": False}, "plain kept", "without checkpointing no mode repeats attention"),
-        ({"sequence": 2, "ranks": 8}, "ulysses", "divides the rows already"),
-        ({"tensor": 2}, "cad reserved", "servers know nothing of tensor"),
-    ],
-)
+@pytest.mark.parametrize("changes, mode, reason", [
+    ({"ranks": 1}, "ulysses", "have no common divisor"),
+    ({"ranks": 1}, "gathered", "cannot be divided by 2"),
+    ({"ranks": 1}, "cad reserved", "one seat cannot be split"),
+    ({"pipeline": 4}, "cad reserved", "together with pipeline stages"),
+    ({"checkpointing": False}, "plain kept", "without checkpointing no mode repeats attention"),
+    ({"sequence": 2, "ranks": 8}, "ulysses", "divides the rows already"),
+    ({"tensor": 2}, "cad reserved", "servers know nothing of tensor"),
+])  # fmt: skip
 def test_what_cannot_run_is_left_out_with_its_reason(changes: dict[str, Any], mode: str, reason: str) -> None:
     own = setting(**changes)
     step = [[Layout.from_rank_lengths([[4096]] * own.seats)]]
@@ -98,47 +95,44 @@ def kept(total: float, peak: float = 10.0) -> Foreseen:
 
 
 @pytest.mark.usefixtures("errors")
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (
-            [made("plain", 10.0, waiting=3.0), kept(9.0), made("cad", 7.0, waiting=0.7)],
-            "Take CAD in place: 1.29 ± 0.04 times plain, attention kept and 1.43 ± 0.04 times plain; balance is worth "
-            "1.29 of that, as GPUs of a plain step wait 30% of it; its GPUs idle 10% of a step (waiting 10.0%, "
-            "exchange 0.0%, collectives 0.0%).",
-        ),
-        # Not repeating attention is no reason: it is to be had without CAD.
-        (
-            [made("plain", 10.0, attention=2.0), kept(9.0), made("cad", 8.9)],
-            "Take plain, attention kept: 1.11 ± 0.03 times plain; do not take CAD for balance, which is worth 1.01 "
-            "times plain; what else it gives, attention that is not repeated, selective checkpointing gives without it",
-        ),
-        (
-            [made("plain", 10.0), kept(9.0, peak=99.0), made("cad", 8.9)],
-            "; not for balance, worth 1.01: attention that is not repeated fits so, and not without CAD.",
-        ),
-        (
-            [made("plain", 10.0), kept(9.0), made("ulysses kept", 8.0), made("cad", 8.5, exchange=1.7)],
-            "Take Ulysses, attention kept: 1.12 ± 0.03 times plain, attention kept and 1.25 ± 0.04 times plain; CAD in "
-            "place would be 0.94 times as fast, with GPUs idle 20% of a step (waiting 0.0%, exchange 20.0%, ",
-        ),
-        (
-            [made("plain", 10.0), kept(9.0), made("cad", 5.0, peak=200.0)],
-            "CAD in place needs 215.0 GiB a GPU of 100.0; it would fit with rows of at most 44% of these tokens",
-        ),
-        ([made("ulysses", 10.0)], "Take Ulysses; its GPUs idle"),
-        (
-            [made("plain", 1.0, peak=300.0), made("ulysses", 2.0, peak=195.0)],
-            "Nothing fits: Ulysses needs least, 209.7 GiB a GPU of 100.0; it would fit with rows of at most 45% of ",
-        ),
-        ([made("plain", 10.0), made("cad", 7.0)], "Take CAD in place: 1.43 ± 0.04 times plain;"),
-        # Servers, where in place does not fit.
-        (
-            [made("plain", 10.0), made("cad", 4.0, peak=99.0), made("cad reserved", 5.0)],
-            "Take CAD, 1 reserved: 2.00 ± 0.06 times plain; CAD in place needs 107.9 GiB a GPU of 100.0; it would fit",
-        ),
-    ],
-)
+@pytest.mark.parametrize("found, words", [
+    (
+        [made("plain", 10.0, waiting=3.0), kept(9.0), made("cad", 7.0, waiting=0.7)],
+        "Take CAD in place: 1.29 ± 0.04 times plain, attention kept and 1.43 ± 0.04 times plain; balance is worth "
+        "1.29 of that, as GPUs of a plain step wait 30% of it; its GPUs idle 10% of a step (waiting 10.0%, "
+        "exchange 0.0%, collectives 0.0%).",
+    ),
+    # Not repeating attention is no reason: it is to be had without CAD.
+    (
+        [made("plain", 10.0, attention=2.0), kept(9.0), made("cad", 8.9)],
+        "Take plain, attention kept: 1.11 ± 0.03 times plain; do not take CAD for balance, which is worth 1.01 "
+        "times plain; what else it gives, attention that is not repeated, selective checkpointing gives without it",
+    ),
+    (
+        [made("plain", 10.0), kept(9.0, peak=99.0), made("cad", 8.9)],
+        "; not for balance, worth 1.01: attention that is not repeated fits so, and not without CAD.",
+    ),
+    (
+        [made("plain", 10.0), kept(9.0), made("ulysses kept", 8.0), made("cad", 8.5, exchange=1.7)],
+        "Take Ulysses, attention kept: 1.12 ± 0.03 times plain, attention kept and 1.25 ± 0.04 times plain; CAD in "
+        "place would be 0.94 times as fast, with GPUs idle 20% of a step (waiting 0.0%, exchange 20.0%, ",
+    ),
+    (
+        [made("plain", 10.0), kept(9.0), made("cad", 5.0, peak=200.0)],
+        "CAD in place needs 215.0 GiB a GPU of 100.0; it would fit with rows of at most 44% of these tokens",
+    ),
+    ([made("ulysses", 10.0)], "Take Ulysses; its GPUs idle"),
+    (
+        [made("plain", 1.0, peak=300.0), made("ulysses", 2.0, peak=195.0)],
+        "Nothing fits: Ulysses needs least, 209.7 GiB a GPU of 100.0; it would fit with rows of at most 45% of ",
+    ),
+    ([made("plain", 10.0), made("cad", 7.0)], "Take CAD in place: 1.43 ± 0.04 times plain;"),
+    # Servers, where in place does not fit.
+    (
+        [made("plain", 10.0), made("cad", 4.0, peak=99.0), made("cad reserved", 5.0)],
+        "Take CAD, 1 reserved: 2.00 ± 0.06 times plain; CAD in place needs 107.9 GiB a GPU of 100.0; it would fit",
+    ),
+])  # fmt: skip
 def test_the_sentence(found: list[Foreseen], words: str) -> None:
     assert words in recommend(Comparison(tuple(found), {}))
 

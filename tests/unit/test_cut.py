@@ -24,16 +24,13 @@ def _cut(lengths: list[list[int]], servers: int, linear: float | None, kinds=(FU
     return found[: len(lengths)]
 
 
-@pytest.mark.parametrize(
-    ("ratio", "servers", "helpers", "share"),
-    [
-        (1.0, 1, 0, 0.618),  # max(1 - x, x²) + max(x, 1 - x²) is least at the golden ratio
-        (2.0, 2, 0, 0.618),
-        (0.5, 1, 0, 0.581),  # servers have time to spare, as much in both stretches: x² + 2x = 1.5
-        (4.0, 1, 0, 0.675),  # servers never idle, and the trainer waits as long in both: 8x² + 2x = 5
-        (2.0, 1, 1, 0.651),  # likewise, and the trainer serves a part of it: 4x² + 2x = 3
-    ],
-)
+@pytest.mark.parametrize("ratio, servers, helpers, share", [
+    (1.0, 1, 0, 0.618),  # max(1 - x, x²) + max(x, 1 - x²) is least at the golden ratio
+    (2.0, 2, 0, 0.618),
+    (0.5, 1, 0, 0.581),  # servers have time to spare, as much in both stretches: x² + 2x = 1.5
+    (4.0, 1, 0, 0.675),  # servers never idle, and the trainer waits as long in both: 8x² + 2x = 5
+    (2.0, 1, 1, 0.651),  # likewise, and the trainer serves a part of it: 4x² + 2x = 3
+])  # fmt: skip
 def test_one_long_document(ratio: float, servers: int, helpers: int, share: float) -> None:
     """`ratio`: attention over linear work."""
     linear = _attention(LONG) / LONG / ratio
@@ -47,13 +44,10 @@ def test_one_long_document(ratio: float, servers: int, helpers: int, share: floa
     assert found == pytest.approx(share, abs=0.005)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout.from_stream([400], 4, 100),  # spans ranks
-        Layout.from_rank_lengths([[], []]),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    Layout.from_stream([400], 4, 100),  # spans ranks
+    Layout.from_rank_lengths([[], []]),
+])  # fmt: skip
 def test_not_cut(layout: Layout) -> None:
     assert choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), (FULL,), 1, 1e-9, 0) is None
 
@@ -73,23 +67,20 @@ def test_nano_batches_have_equal_work(row: list[int]) -> None:
         assert at[0] == sum(row) // 2
 
 
-@pytest.mark.parametrize(
-    ("lengths", "unit", "cut"),
-    [
-        ([[64, 64], [64, 64]], 1, [64, 64]),
-        # Rounded to whole sequences where a batch has several, to 128 rows where there are many.
-        ([[64] * 3, [64] * 3], 64, [128, 128]),
-        ([[2048, 2048], [64, 64]], 1, [2048, 64]),
-        ([[2000, 2000], [500, 500]], 1, [2048, 500]),
-        ([[65536], [65536]], 1, [41984, 41984]),
-        ([[65536]], 1, None),
-        ([[], []], 1, None),
-        ([[100], [100]], 100, None),
-        ([[100], [100]], 80, [80, 80]),
-        # Each part has a fifth of all tokens or more.
-        ([[100], [100]], 81, None),
-    ],
-)
+@pytest.mark.parametrize("lengths, unit, cut", [
+    ([[64, 64], [64, 64]], 1, [64, 64]),
+    # Rounded to whole sequences where a batch has several, to 128 rows where there are many.
+    ([[64] * 3, [64] * 3], 64, [128, 128]),
+    ([[2048, 2048], [64, 64]], 1, [2048, 64]),
+    ([[2000, 2000], [500, 500]], 1, [2048, 500]),
+    ([[65536], [65536]], 1, [41984, 41984]),
+    ([[65536]], 1, None),
+    ([[], []], 1, None),
+    ([[100], [100]], 100, None),
+    ([[100], [100]], 80, [80, 80]),
+    # Each part has a fifth of all tokens or more.
+    ([[100], [100]], 81, None),
+])  # fmt: skip
 def test_where_a_micro_batch_is_cut(lengths: list[list[int]], unit: int, cut: list[int] | None) -> None:
     layout = Layout.from_rank_lengths(lengths)
     found = choose_cut(layout, np.full(layout.ranks, unit))

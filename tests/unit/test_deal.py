@@ -142,16 +142,13 @@ def test_documents_are_cut_where_they_are_longer_than_a_share(hosts: np.ndarray 
             assert (len(pieces[0]) == len(step.length)) == in_hosts
 
 
-@pytest.mark.parametrize(
-    ("lengths", "shares", "most", "pieces"),
-    [
-        ([10], [1.0, 1.0], 5, [(0, 0, 5, 0), (0, 5, 10, 1)]),
-        ([10], [1.0], 5, None),  # no row for the rest of it
-        ([3, 9], [1.0, 1.0], 9, [(0, 0, 3, 0), (1, 0, 3, 0), (1, 3, 9, 1)]),
-        ([3, 9], [1.0, 2.0], 9, [(0, 0, 3, 0), (1, 0, 9, 1)]),  # not cut behind its first token
-        ([1], [1.0, 1.0], 5, None),  # nothing for the second row
-    ],
-)
+@pytest.mark.parametrize("lengths, shares, most, pieces", [
+    ([10], [1.0, 1.0], 5, [(0, 0, 5, 0), (0, 5, 10, 1)]),
+    ([10], [1.0], 5, None),  # no row for the rest of it
+    ([3, 9], [1.0, 1.0], 9, [(0, 0, 3, 0), (1, 0, 3, 0), (1, 3, 9, 1)]),
+    ([3, 9], [1.0, 2.0], 9, [(0, 0, 3, 0), (1, 0, 9, 1)]),  # not cut behind its first token
+    ([1], [1.0, 1.0], 5, None),  # nothing for the second row
+])  # fmt: skip
 def test_rows_are_filled_by_their_shares(lengths: list, shares: list, most: int, pieces: list | None) -> None:
     assert _fill(lengths, shares, most) == pieces
 

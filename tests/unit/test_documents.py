@@ -183,18 +183,14 @@ SEEN = torch.stack([(ON % 8).clamp(max=3), ON % 8, ON % 8])
 """Positions of two documents of 8 tokens whose last four are a row of an image."""
 
 
-@pytest.mark.parametrize(
-    ("told", "lengths"),
-    [
-        ({"position_ids": torch.cat([(ON % 8)[None], SEEN])}, [8, 8]),
-        ({"position_ids": SEEN, "cu_seq_lens_q": torch.tensor([0, 8, 16])}, [8, 8]),
-        ({"position_ids": SEEN, "attention_mask": 1 + (ON >= 8).long()}, [8, 8]),
-        ({"position_ids": SEEN[:, :, :8].expand(3, 1, 8), "tokens": 8}, [8]),
-        ({"position_ids": SEEN[:, :, :8].expand(3, 2, 8), "tokens": 8, "rows": 2}, [8, 8]),
-        ({"position_ids": torch.nn.functional.pad(SEEN[:, :, :8], (8, 0)), "attention_mask": (ON >= 8).long()}, [8]),
-    ],
-    ids=["text axis", "lengths", "numbers", "one document", "rows", "padded on the left"],
-)
+@pytest.mark.parametrize("told, lengths", [
+    ({"position_ids": torch.cat([(ON % 8)[None], SEEN])}, [8, 8]),
+    ({"position_ids": SEEN, "cu_seq_lens_q": torch.tensor([0, 8, 16])}, [8, 8]),
+    ({"position_ids": SEEN, "attention_mask": 1 + (ON >= 8).long()}, [8, 8]),
+    ({"position_ids": SEEN[:, :, :8].expand(3, 1, 8), "tokens": 8}, [8]),
+    ({"position_ids": SEEN[:, :, :8].expand(3, 2, 8), "tokens": 8, "rows": 2}, [8, 8]),
+    ({"position_ids": torch.nn.functional.pad(SEEN[:, :, :8], (8, 0)), "attention_mask": (ON >= 8).long()}, [8]),
+], ids=["text axis", "lengths", "numbers", "one document", "rows", "padded on the left"])  # fmt: skip
 def test_documents_with_images(told: dict[str, Any], lengths: list[int]) -> None:
     assert [(begin, end) for begin, end, _ in read(**told)] == [(0, length) for length in lengths]
 
@@ -217,16 +213,12 @@ def test_what_collators_of_transformers_make(position_ids: bool) -> None:
         assert local.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"attention_mask": (ON < 12).long()},
-        {"attention_mask": NUMBERS - 1},
-        {"attention_mask": BLOCKS & (ON < 12)[:, None, :, None]},
-        {"cu_seq_lens_q": LENGTHS_16[:3]},
-    ],
-    ids=["zeros", "numbers", "four axes", "lengths"],
-)
+@pytest.mark.parametrize("told", [
+    {"attention_mask": (ON < 12).long()},
+    {"attention_mask": NUMBERS - 1},
+    {"attention_mask": BLOCKS & (ON < 12)[:, None, :, None]},
+    {"cu_seq_lens_q": LENGTHS_16[:3]},
+], ids=["zeros", "numbers", "four axes", "lengths"])  # fmt: skip
 def test_pipelines_take_no_padding(told: dict[str, Any]) -> None:
     ids = torch.zeros(1, 16, dtype=torch.long)
     with pytest.raises(CADUnsupportedError, match="tokens of a micro-batch are padding"):

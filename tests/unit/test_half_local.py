@@ -88,26 +88,23 @@ def pieces(schedule: DeviceSchedule) -> tuple[list[tuple[int, int, int]], list[t
     return shares(tuple(b for b, _ in early)), shares(tuple(b for b, _ in late))
 
 
-@pytest.mark.parametrize(
-    "tasks, one, two",
-    [
-        # Whole: one batch that writes every row of O needs no copy, so it is not cut.
-        ([(0, 0, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)], ([(8, 0, 3)], []), ([(8, 0, 3)], [])),
-        # One head group runs elsewhere: cut on one stream, dealt out on two.
-        ([(0, 0, 8, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)], ([(8, 0, 1)], [(8, 1, 2)]), ([(8, 0, 2)], [])),
-        (
-            [(0, 0, 8, 0, 1, 0), (0, 0, 8, 1, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
-            ([(8, 0, 1)], [(8, 1, 2)]),
-            ([(8, 0, 1)], [(8, 1, 2)]),
-        ),
-        # Both read keys 0 to 3 of the same head groups: on two streams they would add to the same dK at once.
-        (
-            [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 2, 0), (0, 4, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
-            ([(4, 0, 2)], [(4, 0, 3)]),
-            ([(4, 0, 2), (4, 0, 3)], []),
-        ),
-    ],
-)
+@pytest.mark.parametrize("tasks, one, two", [
+    # Whole: one batch that writes every row of O needs no copy, so it is not cut.
+    ([(0, 0, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)], ([(8, 0, 3)], []), ([(8, 0, 3)], [])),
+    # One head group runs elsewhere: cut on one stream, dealt out on two.
+    ([(0, 0, 8, 0, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)], ([(8, 0, 1)], [(8, 1, 2)]), ([(8, 0, 2)], [])),
+    (
+        [(0, 0, 8, 0, 1, 0), (0, 0, 8, 1, 2, 0), (0, 0, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
+        ([(8, 0, 1)], [(8, 1, 2)]),
+        ([(8, 0, 1)], [(8, 1, 2)]),
+    ),
+    # Both read keys 0 to 3 of the same head groups: on two streams they would add to the same dK at once.
+    (
+        [(0, 0, 4, 0, 3, 0), (0, 4, 8, 0, 2, 0), (0, 4, 8, 2, 3, 1), (1, 0, 4, 0, 3, 1)],
+        ([(4, 0, 2)], [(4, 0, 3)]),
+        ([(4, 0, 2), (4, 0, 3)], []),
+    ),
+])  # fmt: skip
 def test_early_and_late(tasks: list[tuple[int, ...]], one: tuple, two: tuple) -> None:
     schedule = schedule_of([[8], [4]], tasks)
     for two_streams, expected in ((False, one), (True, two)):

@@ -42,15 +42,12 @@ def trainer_with(kind: type, **changes: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "count", "words"),
-    [
-        (Trainer, {"average_tokens_across_devices": False}, 5, "average_tokens_across_devices is off"),
-        (Trainer, {}, None, "does not count the targets"),
-        (Trainer, {"label_smoothing_factor": 0.1}, 5, "label_smoothing_factor is set"),
-        (OwnLoss, {}, 5, "OwnLoss computes a loss of its own"),
-    ],
-)
+@pytest.mark.parametrize("kind, changes, count, words", [
+    (Trainer, {"average_tokens_across_devices": False}, 5, "average_tokens_across_devices is off"),
+    (Trainer, {}, None, "does not count the targets"),
+    (Trainer, {"label_smoothing_factor": 0.1}, 5, "label_smoothing_factor is set"),
+    (OwnLoss, {}, 5, "OwnLoss computes a loss of its own"),
+])  # fmt: skip
 def test_why_a_loss_keeps_documents_where_they_are(kind: type, changes: dict[str, Any], count: Any, words: str) -> None:
     made = trainer_with(kind, **changes)
     reasons = wrong_loss(made, count), unknown_loss(made)

@@ -26,15 +26,12 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import deepspeed_cad",
-        "import deepspeed_cad; deepspeed_cad.CADConfig.from_dict({}); deepspeed_cad.CADError; dir(deepspeed_cad)",
-        "import deepspeed_cad; deepspeed_cad.install()",
-        "import deepspeed_cad.launch.deepspeed_hook, deepspeed_cad.cli",
-    ],
-)
+@pytest.mark.parametrize("statement", [
+    "import deepspeed_cad",
+    "import deepspeed_cad; deepspeed_cad.CADConfig.from_dict({}); deepspeed_cad.CADError; dir(deepspeed_cad)",
+    "import deepspeed_cad; deepspeed_cad.install()",
+    "import deepspeed_cad.launch.deepspeed_hook, deepspeed_cad.cli",
+])  # fmt: skip
 def test_imports_nothing_heavy(statement: str) -> None:
     loaded = run_python(f"{statement}; import sys; print([name for name in {HEAVY} if name in sys.modules])")
     assert loaded == "[]"
@@ -52,15 +49,11 @@ def test_a_library_that_cannot_be_used_is_refused_with_the_reason(tmp_path, cont
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (f'extern "C" int cad_abi_version() {{ return {native.ABI_VERSION}; }}', ""),
-        ('extern "C" int cad_abi_version() { return 999; }', "stale: its ABI version is 999"),
-        ('extern "C" int another() { return 1; }', "so it is another one"),
-    ],
-    ids=["fits", "stale", "foreign"],
-)
+@pytest.mark.parametrize("source, reason", [
+    (f'extern "C" int cad_abi_version() {{ return {native.ABI_VERSION}; }}', ""),
+    ('extern "C" int cad_abi_version() { return 999; }', "stale: its ABI version is 999"),
+    ('extern "C" int another() { return 1; }', "so it is another one"),
+], ids=["fits", "stale", "foreign"])  # fmt: skip
 def test_the_abi_version_decides(tmp_path, source, reason) -> None:
     compiler = shutil.which("g++")
     if compiler is None:

@@ -344,17 +344,14 @@ def test_a_server_does_as_trainers_do(waves: int) -> None:
     assert one.is_over and transport.events == expected
 
 
-@pytest.mark.parametrize(
-    ("orders", "says"),
-    [
-        ([("dispatch", 1)], "to dispatch wave 1, where wave 0 of 4"),
-        ([("dispatch", 0), ("dispatch", 0)], "to dispatch wave 0, where wave 1 of 4"),
-        ([("dispatch", 0), ("give_back", 0)], "to return wave 0 before it was served"),
-        ([("dispatch", 0), ("dispatch", 1), ("give_back", 1)], "to return wave 1, where wave 0 of 4"),
-        ([("dispatch", 0), ("dispatch", 1), ("give_back", 0), ("give_back", 1)], "to return wave 1 before it was"),
-        ([("dispatch", wave) for wave in range(5)], "to dispatch wave 2 before wave 0 was returned"),
-    ],
-)
+@pytest.mark.parametrize("orders, says", [
+    ([("dispatch", 1)], "to dispatch wave 1, where wave 0 of 4"),
+    ([("dispatch", 0), ("dispatch", 0)], "to dispatch wave 0, where wave 1 of 4"),
+    ([("dispatch", 0), ("give_back", 0)], "to return wave 0 before it was served"),
+    ([("dispatch", 0), ("dispatch", 1), ("give_back", 1)], "to return wave 1, where wave 0 of 4"),
+    ([("dispatch", 0), ("dispatch", 1), ("give_back", 0), ("give_back", 1)], "to return wave 1 before it was"),
+    ([("dispatch", wave) for wave in range(5)], "to dispatch wave 2 before wave 0 was returned"),
+])  # fmt: skip
 def test_orders_in_another_order(orders: list[tuple[str, int]], says: str) -> None:
     one = server(Logged(4))
     with pytest.raises(CADError, match=f"the forward of part 0, layer 3 in micro-batch 0.*{says}"):

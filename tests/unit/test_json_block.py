@@ -21,14 +21,11 @@ from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 from deepspeed_cad.launch import deepspeed_hook
 
 
-@pytest.mark.parametrize(
-    ("config", "where"),
-    [
-        ({"zero_optimization": {"stage": 2, "cad": {}}}, '"zero_optimization"'),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 1, "cad": {"tolerance": 0.1}}}}, '"optimizer.params"'),
-        ({"cad": {}, "bf16": {"enabled": True, "cad": {}}}, '"bf16"'),
-    ],
-)
+@pytest.mark.parametrize("config, where", [
+    ({"zero_optimization": {"stage": 2, "cad": {}}}, '"zero_optimization"'),
+    ({"optimizer": {"type": "Adam", "params": {"lr": 1, "cad": {"tolerance": 0.1}}}}, '"optimizer.params"'),
+    ({"cad": {}, "bf16": {"enabled": True, "cad": {}}}, '"bf16"'),
+])  # fmt: skip
 def test_a_block_inside_another_is_refused_by_its_place(config: dict[str, Any], where: str) -> None:
     with pytest.raises(CADConfigError, match=f'has "cad" inside {where}.*top level'):
         block_of(config)
@@ -50,14 +47,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"cad": {"tolerance": "auto"}}, 'key "tolerance" is "auto".*leave "tolerance" out'),
-        ({"cad": {"tolerence": 0.1}}, 'did you mean "tolerance"'),
-        ({"zero_optimization": {"stage": 2, "cad": {}}}, 'has "cad" inside "zero_optimization"'),
-    ],
-)
+@pytest.mark.parametrize("block, words", [
+    ({"cad": {"tolerance": "auto"}}, 'key "tolerance" is "auto".*leave "tolerance" out'),
+    ({"cad": {"tolerence": 0.1}}, 'did you mean "tolerance"'),
+    ({"zero_optimization": {"stage": 2, "cad": {}}}, 'has "cad" inside "zero_optimization"'),
+])  # fmt: skip
 def test_our_message_comes_before_that_of_accelerate(watched, tmp_path: Path, block: dict, words: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(block))
     for given in (block, str(tmp_path / "ds.json")):
@@ -79,15 +73,12 @@ def engine_of(autotp: int = 1, pieces: int = 1, **sizes: int) -> Any:
     return SimpleNamespace(mpu=mpu, sequence_parallel_size=pieces, autotp_size=lambda: autotp)
 
 
-@pytest.mark.parametrize(
-    ("engine", "words"),
-    [
-        (engine_of(pipeline_model_parallel=2), "mpu .* has pipeline stages"),
-        (engine_of(pipeline_parallel=2, tensor_model_parallel=2), "mpu .* has pipeline stages"),
-        (engine_of(autotp=2, pieces=2), "divided twice"),
-        (engine_of(tensor_model_parallel=2, pieces=2), "divided twice"),
-    ],
-)
+@pytest.mark.parametrize("engine, words", [
+    (engine_of(pipeline_model_parallel=2), "mpu .* has pipeline stages"),
+    (engine_of(pipeline_parallel=2, tensor_model_parallel=2), "mpu .* has pipeline stages"),
+    (engine_of(autotp=2, pieces=2), "divided twice"),
+    (engine_of(tensor_model_parallel=2, pieces=2), "divided twice"),
+])  # fmt: skip
 def test_an_engine_that_divides_otherwise_is_refused(engine: Any, words: str) -> None:
     with pytest.raises(CADUnsupportedError, match=words):
         find_replica(engine)

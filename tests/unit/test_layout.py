@@ -106,16 +106,13 @@ def test_ranks_are_joined_into_documents() -> None:
         assemble([LocalSegments.none(1), LocalSegments([0], [3], [0], 3), LocalSegments([4], [6], [0], 2)])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([[0, 1, 4, 5]], r"rank 0: at row 2 position_ids jump to 4 inside a document, but no rank holds .*from 2 to 4"),
-        # Only on another rank than its own may a document of one token be the copy of a later one.
-        ([[0, 1, 2, 0, 3, 4]], r"rank 0: at row 4 position_ids jump to 3 .*, but no rank holds .*from 1 to 3"),
-        ([[0, 1, 4, 5], [2, 3, 4, 5]], r"rank 0: at row 2 .*jump to 4 .* two ranks hold its rows from 4 to 6"),
-        ([[0, 1], [0, 1], [3]], r"rank 2: its first document starts at position 3, but .* rank 1, ended at 2"),
-    ],
-)
+@pytest.mark.parametrize("ranks, words", [
+    ([[0, 1, 4, 5]], r"rank 0: at row 2 position_ids jump to 4 inside a document, but no rank holds .*from 2 to 4"),
+    # Only on another rank than its own may a document of one token be the copy of a later one.
+    ([[0, 1, 2, 0, 3, 4]], r"rank 0: at row 4 position_ids jump to 3 .*, but no rank holds .*from 1 to 3"),
+    ([[0, 1, 4, 5], [2, 3, 4, 5]], r"rank 0: at row 2 .*jump to 4 .* two ranks hold its rows from 4 to 6"),
+    ([[0, 1], [0, 1], [3]], r"rank 2: its first document starts at position 3, but .* rank 1, ended at 2"),
+])  # fmt: skip
 def test_pieces_that_do_not_make_a_document_are_named(ranks: list[list[int]], words: str) -> None:
     with pytest.raises(CADDataError, match=words):
         assemble([segments_from_positions(own) for own in ranks])
@@ -145,42 +142,36 @@ def test_zigzag_keeps_rows_and_evens_attention(lengths: list[int], ranks: int) -
             assert (np.abs(pairs - even) <= held[0].sum()).all(), "but for odd numbers of rows"
 
 
-@pytest.mark.parametrize(
-    ("positions", "mask", "table"),
-    [
-        ([[0, 1, 2, 0, 1]], None, [[0, 3, 0], [0, 2, 3]]),
-        ([4, 5, 0], None, [[4, 6, 0], [0, 1, 2]]),
-        ([[0.0, 1.0]], None, [[0, 2, 0]]),
-        # A run behind padding is a document of its own, whatever it starts at; so is the first of a later batch row.
-        ([[0, 0, 5, 6]], [[0, 0, 1, 1]], [[0, 2, 2]]),
-        ([[0, 1], [0, 1]], None, [[0, 2, 0], [0, 2, 2]]),
-        ([[0, 1], [2, 3]], None, [[0, 2, 0], [0, 2, 2]]),
-        ([[0, 1, 2, 3]], [[1, 1, 0, 1]], [[0, 2, 0], [0, 1, 3]]),
-        ([[-1, 0, 1]], [[0, 1, 1]], [[0, 2, 1]]),
-        # A jump ahead is a piece of the same document, also of one that goes on from the rank before.
-        ([[0, 1, 4, 5, 0]], None, [[0, 2, 0], [4, 6, 2], [0, 1, 4]]),
-        ([[2, 7, 0, 1]], None, [[2, 3, 0], [7, 8, 1], [0, 2, 2]]),
-        ([[3, 4]], [[0, 0]], []),
-        (np.zeros((2, 0)), None, []),
-    ],
-)
+@pytest.mark.parametrize("positions, mask, table", [
+    ([[0, 1, 2, 0, 1]], None, [[0, 3, 0], [0, 2, 3]]),
+    ([4, 5, 0], None, [[4, 6, 0], [0, 1, 2]]),
+    ([[0.0, 1.0]], None, [[0, 2, 0]]),
+    # A run behind padding is a document of its own, whatever it starts at; so is the first of a later batch row.
+    ([[0, 0, 5, 6]], [[0, 0, 1, 1]], [[0, 2, 2]]),
+    ([[0, 1], [0, 1]], None, [[0, 2, 0], [0, 2, 2]]),
+    ([[0, 1], [2, 3]], None, [[0, 2, 0], [0, 2, 2]]),
+    ([[0, 1, 2, 3]], [[1, 1, 0, 1]], [[0, 2, 0], [0, 1, 3]]),
+    ([[-1, 0, 1]], [[0, 1, 1]], [[0, 2, 1]]),
+    # A jump ahead is a piece of the same document, also of one that goes on from the rank before.
+    ([[0, 1, 4, 5, 0]], None, [[0, 2, 0], [4, 6, 2], [0, 1, 4]]),
+    ([[2, 7, 0, 1]], None, [[2, 3, 0], [7, 8, 1], [0, 2, 2]]),
+    ([[3, 4]], [[0, 0]], []),
+    (np.zeros((2, 0)), None, []),
+])  # fmt: skip
 def test_positions_become_segments(positions: Any, mask: Any, table: list) -> None:
     found = segments_from_positions(positions, mask)
     assert found.to_array().tolist() == table
     assert found.tokens == np.asarray(positions).size
 
 
-@pytest.mark.parametrize(
-    ("positions", "words"),
-    [
-        (np.zeros((1, 2, 3), int), r"shape \(1, 2, 3\); expected \[batch, tokens\]"),
-        ([[0.0, 1.0], [0.0, 1.5]], r"position_ids\[1, 1\] is 1.5 .*; positions must be whole"),
-        ([[0.0, np.inf]], r"position_ids\[0, 1\] is inf .*; positions must be whole"),
-        ([[0, 1], [-2, 0]], r"position_ids\[1, 0\] is -2; positions start at 0"),
-        ([[3, 4, 2]], r"position_ids\[0, 2\] is 2 after 4; inside a row"),
-        ([[0, 1, 1]], r"position_ids\[0, 2\] is 1 after 1"),
-    ],
-)
+@pytest.mark.parametrize("positions, words", [
+    (np.zeros((1, 2, 3), int), r"shape \(1, 2, 3\); expected \[batch, tokens\]"),
+    ([[0.0, 1.0], [0.0, 1.5]], r"position_ids\[1, 1\] is 1.5 .*; positions must be whole"),
+    ([[0.0, np.inf]], r"position_ids\[0, 1\] is inf .*; positions must be whole"),
+    ([[0, 1], [-2, 0]], r"position_ids\[1, 0\] is -2; positions start at 0"),
+    ([[3, 4, 2]], r"position_ids\[0, 2\] is 2 after 4; inside a row"),
+    ([[0, 1, 1]], r"position_ids\[0, 2\] is 1 after 1"),
+])  # fmt: skip
 def test_positions_that_mean_nothing_are_named(positions: Any, words: str) -> None:
     with pytest.raises(CADDataError, match=words):
         segments_from_positions(positions)

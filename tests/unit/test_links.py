@@ -64,14 +64,11 @@ def test_both_kinds_are_measured_and_all_ranks_say_the_same(workers: WorkerPool)
     assert pairs.inside and pairs.between and lone.inside is None and lone.between
 
 
-@pytest.mark.parametrize(
-    ("given", "deterministic", "expected"),
-    [
-        ({"inside": 300, "between": 25}, [0, 0], Links(3e11, 2.5e10, "given")),
-        (None, [0, 1], Links(None, None, probe.DETERMINISTIC)),  # on one rank only
-        (None, [0, 0], Links(5e9, None)),
-    ],
-)
+@pytest.mark.parametrize("given, deterministic, expected", [
+    ({"inside": 300, "between": 25}, [0, 0], Links(3e11, 2.5e10, "given")),
+    (None, [0, 1], Links(None, None, probe.DETERMINISTIC)),  # on one rank only
+    (None, [0, 0], Links(5e9, None)),
+])  # fmt: skip
 def test_links_are_given_measured_or_not_asked_for(
     given: Any, deterministic: list[int], expected: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,13 +155,10 @@ def test_paused_ranks_use_the_rule() -> None:
     assert link_speeds(paused=True).report(0)[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("nanoseconds", "size", "named"),
-    [
-        ([[10**9, 0, 2 * 10**9]], [10**9, 0, 10**7], "rank 2 on host-2 (0.005 GB/s)"),
-        ([[10**8, 5 * 10**9], *[[10**8, 10**8]] * (ENOUGH - 1)], [10**9, 10**9], ""),  # one late packet
-    ],
-)
+@pytest.mark.parametrize("nanoseconds, size, named", [
+    ([[10**9, 0, 2 * 10**9]], [10**9, 0, 10**7], "rank 2 on host-2 (0.005 GB/s)"),
+    ([[10**8, 5 * 10**9], *[[10**8, 10**8]] * (ENOUGH - 1)], [10**9, 10**9], ""),  # one late packet
+])  # fmt: skip
 def test_a_broken_link_is_named_once(nanoseconds: list[list[int]], size: list[int], named: str) -> None:
     speeds = link_speeds(len(size))
     for each in nanoseconds * (3 * ENOUGH // len(nanoseconds)):

@@ -246,13 +246,10 @@ def test_what_a_layer_asks_for_is_read() -> None:
     assert read(module, *tensors, None, 2, 0.0, None, None, {}).rule == MaskRule(2.0)
 
 
-@pytest.mark.parametrize(
-    ("dropout", "others", "text"),
-    [
-        (0.1, {}, "attention dropout is 0.1"),
-        (0.0, {"position_bias": torch.zeros(1)}, r"Module of layer \? passes position_bias"),
-    ],
-)
+@pytest.mark.parametrize("dropout, others, text", [
+    (0.1, {}, "attention dropout is 0.1"),
+    (0.0, {"position_bias": torch.zeros(1)}, r"Module of layer \? passes position_bias"),
+])  # fmt: skip
 def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict[str, Any], text: str) -> None:
     with pytest.raises(CADUnsupportedError, match=text):
         read(torch.nn.Module(), *heads(), None, None, dropout, None, None, others)

@@ -25,18 +25,15 @@ def _run(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]
     return run_alternating(first, second, states)
 
 
-@pytest.mark.parametrize(
-    ("enter", "ask"),
-    [
-        (torch.no_grad, torch.is_grad_enabled),
-        (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")),
-        (
-            lambda: torch.autocast("cpu", torch.float16),
-            lambda: torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-        ),
-        (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.is_autocast_cache_enabled),
-    ],
-)
+@pytest.mark.parametrize("enter, ask", [
+    (torch.no_grad, torch.is_grad_enabled),
+    (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")),
+    (
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+    ),
+    (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.is_autocast_cache_enabled),
+])  # fmt: skip
 def test_settings_belong_to_a_part(enter: Callable[[], Any], ask: Callable[[], Any]) -> None:
     def part(inside: bool) -> list[Any]:
         with enter() if inside else contextlib.nullcontext():
@@ -153,21 +150,18 @@ def test_what_has_no_rows(first: object, second: object, says: str) -> None:
 ROW, SEVERAL = RowCut(1, 10, 3), RowCut(3, 10, 10)
 
 
-@pytest.mark.parametrize(
-    ("cut", "shape", "dim", "at"),
-    [
-        (ROW, (1, 10, 4), 1, 3),
-        (ROW, (10,), 0, 3),
-        (ROW, (1, 2, 10, 4), 2, 3),
-        (ROW, (1, 2, 10), None, 0),
-        (ROW, (2, 10), None, 0),
-        (ROW, (), None, 0),
-        # Positions of several axes; also where there are as many rows as axes.
-        (ROW, (3, 1, 10), 2, 3),
-        (SEVERAL, (3, 3, 10), 1, 1),
-        (SEVERAL, (3, 3, 10, 4), 0, 1),  # and as many heads
-    ],
-)
+@pytest.mark.parametrize("cut, shape, dim, at", [
+    (ROW, (1, 10, 4), 1, 3),
+    (ROW, (10,), 0, 3),
+    (ROW, (1, 2, 10, 4), 2, 3),
+    (ROW, (1, 2, 10), None, 0),
+    (ROW, (2, 10), None, 0),
+    (ROW, (), None, 0),
+    # Positions of several axes; also where there are as many rows as axes.
+    (ROW, (3, 1, 10), 2, 3),
+    (SEVERAL, (3, 3, 10), 1, 1),
+    (SEVERAL, (3, 3, 10, 4), 0, 1),  # and as many heads
+])  # fmt: skip
 def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at: int) -> None:
     x = torch.arange(math.prod(shape), dtype=torch.float32 if len(shape) == 4 else torch.int64).view(shape)
     (one, [number]), (other, _) = cut.split((x, [3]))
@@ -185,20 +179,17 @@ def _shard(decoder: torch.nn.Module) -> None:
     decoder.layers[1].mlp.up_proj.weight.ds_id = 3
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda decoder: None, ""),
-        (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": False}), ""),
-        (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": True}), "reentrant"),
-        (_shard, "ZeRO-3"),
-        (lambda decoder: setattr(decoder.config, "layer_types", ["linear_attention"]), "linear_attention"),
-        (lambda decoder: setattr(decoder.layers[0], "self_attn", torch.nn.Identity()), "layer 0 has no attention"),
-        (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Conv1d(4, 4, 3)), "layer 1 has a convolution"),
-        (lambda decoder: setattr(decoder.config, "rope_parameters", {"rope_type": "longrope"}), '"longrope"'),
-        (lambda decoder: setattr(decoder.config, "model_type", "opt"), "OPT"),
-    ],
-)
+@pytest.mark.parametrize("change, says", [
+    (lambda decoder: None, ""),
+    (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": False}), ""),
+    (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": True}), "reentrant"),
+    (_shard, "ZeRO-3"),
+    (lambda decoder: setattr(decoder.config, "layer_types", ["linear_attention"]), "linear_attention"),
+    (lambda decoder: setattr(decoder.layers[0], "self_attn", torch.nn.Identity()), "layer 0 has no attention"),
+    (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Conv1d(4, 4, 3)), "layer 1 has a convolution"),
+    (lambda decoder: setattr(decoder.config, "rope_parameters", {"rope_type": "longrope"}), '"longrope"'),
+    (lambda decoder: setattr(decoder.config, "model_type", "opt"), "OPT"),
+])  # fmt: skip
 def test_why_a_decoder_cannot_run_twice(change: Callable[[Any], None], says: str) -> None:
     decoder = tiny_model("llama").model
     change(decoder)

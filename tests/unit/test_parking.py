@@ -112,25 +112,21 @@ HOST = {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n"}
 GROUP = "sys/fs/cgroup/memory"
 
 
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        (HOST, 800 << 10),
-        ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
-        (
-            {
-                **HOST,
-                f"{GROUP}.max": "5000\n",
-                f"{GROUP}.current": "4500\n",
-                f"{GROUP}.stat": "a 1\ninactive_file 300\n",
-            },
-            800,
-        ),
-        ({f"{GROUP}/memory.limit_in_bytes": "900\n", f"{GROUP}/memory.usage_in_bytes": "100\n"}, 800),
-        ({}, None),
-    ],
-    ids=["a host", "no limit", "a control group", "one of the first version", "unknown"],
-)
+@pytest.mark.parametrize("files, expected", [
+    (HOST, 800 << 10),
+    ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
+    (
+        {
+            **HOST,
+            f"{GROUP}.max": "5000\n",
+            f"{GROUP}.current": "4500\n",
+            f"{GROUP}.stat": "a 1\ninactive_file 300\n",
+        },
+        800,
+    ),
+    ({f"{GROUP}/memory.limit_in_bytes": "900\n", f"{GROUP}/memory.usage_in_bytes": "100\n"}, 800),
+    ({}, None),
+], ids=["a host", "no limit", "a control group", "one of the first version", "unknown"])  # fmt: skip
 def test_available_host_memory(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

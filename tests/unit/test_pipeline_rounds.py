@@ -66,17 +66,13 @@ def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count:
             assert len({m % buffers for m in held}) == len(held)
 
 
-@pytest.mark.parametrize(
-    ("layers", "ticks"),
-    [
-        ([[FULL] * 3, [FULL] * 3], 3),
-        ([[FULL] * 3, [FULL] * 2, []], 3),
-        ([[FULL, WINDOW] * 2, [WINDOW, FULL] * 2], 5),
-        ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4),
-        ([[], []], 0),
-    ],
-    ids=["alike", "unequal", "shifted", "turned", "none"],
-)
+@pytest.mark.parametrize("layers, ticks", [
+    ([[FULL] * 3, [FULL] * 3], 3),
+    ([[FULL] * 3, [FULL] * 2, []], 3),
+    ([[FULL, WINDOW] * 2, [WINDOW, FULL] * 2], 5),
+    ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4),
+    ([[], []], 0),
+], ids=["alike", "unequal", "shifted", "turned", "none"])  # fmt: skip
 def test_ticks_hold_the_layers_of_every_stage_in_order(layers: list[list[LayerKind]], ticks: int) -> None:
     program = merge_stages(layers)
     assert len(program) == ticks
@@ -150,15 +146,12 @@ def test_models_that_can_be_cut(kind: str) -> None:
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "words"),
-    [
-        ("granite", {"embedding_multiplier": 12.0}, "it does more"),
-        ("gemma2", {"final_logit_softcapping": 1.0}, "it does more"),
-        ("cohere", {"logit_scale": 0.25}, "it does more"),
-        ("qwen3_moe", {**MOE, "output_router_logits": True}, "output_router_logits"),
-    ],
-)
+@pytest.mark.parametrize("kind, changes, words", [
+    ("granite", {"embedding_multiplier": 12.0}, "it does more"),
+    ("gemma2", {"final_logit_softcapping": 1.0}, "it does more"),
+    ("cohere", {"logit_scale": 0.25}, "it does more"),
+    ("qwen3_moe", {**MOE, "output_router_logits": True}, "output_router_logits"),
+])  # fmt: skip
 def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CADUnsupportedError, match=words):
         refuse_uncut(meta_model(kind, **changes))
@@ -204,23 +197,20 @@ def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
 IDS = torch.arange(4)[None]
 
 
-@pytest.mark.parametrize(
-    ("refuse", "given", "words"),
-    [
-        (
-            engines._refuse_block,
-            [CADConfig(recompute_attention=True)],
-            '"recompute_attention" is True, which a pipeline cannot',
-        ),
-        (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
-        (engines._refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
-        (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
-        (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
-        (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
-        (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),
-        (read_micro_batch, [((IDS, IDS), torch.full_like(IDS, -100)), True], "all labels of a micro-batch are -100"),
-    ],
-)
+@pytest.mark.parametrize("refuse, given, words", [
+    (
+        engines._refuse_block,
+        [CADConfig(recompute_attention=True)],
+        '"recompute_attention" is True, which a pipeline cannot',
+    ),
+    (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
+    (engines._refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
+    (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
+    (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
+    (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
+    (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),
+    (read_micro_batch, [((IDS, IDS), torch.full_like(IDS, -100)), True], "all labels of a micro-batch are -100"),
+])  # fmt: skip
 def test_what_a_pipeline_cannot_have(refuse: Callable[..., Any], given: list[Any], words: str) -> None:
     with pytest.raises(CADError, match=words):
         refuse(*given)

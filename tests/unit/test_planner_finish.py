@@ -76,18 +76,15 @@ def test_when_ranks_are_done(name: str) -> None:
 
 
 @pytest.mark.usefixtures("half_is_forward")
-@pytest.mark.parametrize(
-    ("waves", "parts", "expected"),
-    [
-        # Forward: 30 out, 4 of work, 20 back: 27 for the first half of each, 15 for the second of the slowest.
-        # Backward: 50, 4 and 30.
-        (2, 8.0, [27.0 + 15.0 + 42.0 + 25.0, 17.0 + 15.0 + 27.0 + 25.0]),
-        (4, 8.0, [13.5 + 22.5 + 21.0 + 37.5, 8.5 + 22.5 + 13.5 + 37.5]),
-        # Two head groups cannot go in four waves.
-        (4, 2.0, [27.0 + 15.0 + 42.0 + 25.0, 17.0 + 15.0 + 27.0 + 25.0]),
-        (4, 0.0, [54.0 + 84.0, 34.0 + 54.0]),
-    ],
-)
+@pytest.mark.parametrize("waves, parts, expected", [
+    # Forward: 30 out, 4 of work, 20 back: 27 for the first half of each, 15 for the second of the slowest.
+    # Backward: 50, 4 and 30.
+    (2, 8.0, [27.0 + 15.0 + 42.0 + 25.0, 17.0 + 15.0 + 27.0 + 25.0]),
+    (4, 8.0, [13.5 + 22.5 + 21.0 + 37.5, 8.5 + 22.5 + 13.5 + 37.5]),
+    # Two head groups cannot go in four waves.
+    (4, 2.0, [27.0 + 15.0 + 42.0 + 25.0, 17.0 + 15.0 + 27.0 + 25.0]),
+    (4, 0.0, [54.0 + 84.0, 34.0 + 54.0]),
+])  # fmt: skip
 def test_waves_overlap(waves: int, parts: float, expected: list[float]) -> None:
     moved = dataclasses.replace(flows({(0, 1): (3, 2)}, [0.0, 8.0], [0, 1]), parts=np.array([0.0, parts]))
     assert times([0.0, 8.0], moved, [0, 1], waves=waves) == expected
@@ -132,14 +129,11 @@ def attention(layout: Layout) -> np.ndarray:
     return np.bincount(layout.segments.rank, work, layout.ranks)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [[4096] * 4, [4096, 4096, 1600]],  # rows 100 % and 60 % full
-        [[4096] * 4, [9792]],
-        [[8192] * 2, [2048] * 4, [4096] * 3, []],
-    ],
-)
+@pytest.mark.parametrize("lengths", [
+    [[4096] * 4, [4096, 4096, 1600]],  # rows 100 % and 60 % full
+    [[4096] * 4, [9792]],
+    [[8192] * 2, [2048] * 4, [4096] * 3, []],
+])  # fmt: skip
 def test_whole_layers_end_together_where_attention_fills_the_difference(lengths: list[list[int]]) -> None:
     layout = Layout.from_rank_lengths(lengths)
     work, tokens = attention(layout), layout.tokens

@@ -59,42 +59,36 @@ def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) 
     assert (None if problem.speed is None else problem.speed.tolist()) == speed
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ([], "holds a list; expected an object with the keys documents, "),
-        (STREAM | {"ranks": [[1]]}, "both given"),
-        (HEADS, "neither documents"),
-        (HEADS | {"ranks": [[1], [2, -1]]}, r"ranks\[1\]\[1\] is -1"),
-        (STREAM | {"documents": [1 << 31]}, r"documents\[0\] is 2147483648; expected a whole number from 0 to 2\^31"),
-        (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
-        (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
-        (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
-        (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
-        (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 values, each a whole number"),
-        (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
-        (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
-        (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
-        (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
-        (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True; expected a number \(relative speed"),
-        (LISTS | {"base_load": [1, -2, 1]}, "base_load of rank 1 is -2.0; it must be a number of at least 0"),
-        (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
-        (LISTS | {"widow": 5}, "unknown key 'widow': did you mean 'window'"),
-    ],
-)
+@pytest.mark.parametrize("fields, words", [
+    ([], "holds a list; expected an object with the keys documents, "),
+    (STREAM | {"ranks": [[1]]}, "both given"),
+    (HEADS, "neither documents"),
+    (HEADS | {"ranks": [[1], [2, -1]]}, r"ranks\[1\]\[1\] is -1"),
+    (STREAM | {"documents": [1 << 31]}, r"documents\[0\] is 2147483648; expected a whole number from 0 to 2\^31"),
+    (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
+    (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
+    (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
+    (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
+    (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 values, each a whole number"),
+    (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
+    (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),
+    (LISTS | {"links": {"inside": 5}}, "the cost of attention is in pairs: give a profile as cost"),
+    (LISTS | {"servers": []}, r"servers is \[\]; expected .* ranks from 0 to 2"),
+    (LISTS | {"speeds": [1, True, 1]}, r"speeds\[1\] is True; expected a number \(relative speed"),
+    (LISTS | {"base_load": [1, -2, 1]}, "base_load of rank 1 is -2.0; it must be a number of at least 0"),
+    (LISTS | {"cost": 5}, 'cost is 5; expected "pairs" or the path'),
+    (LISTS | {"widow": 5}, "unknown key 'widow': did you mean 'window'"),
+])  # fmt: skip
 def test_what_is_refused(fields: Any, words: str) -> None:
     with pytest.raises(CADConfigError, match=words):
         read_question(fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"hosts": [7, -1, 7]}, [7, -1, 7]),
-        ({"ranks_per_node": 2, "servers": 2}, [0, 0, 1, 1, 2]),
-        ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize("fields, expected", [
+    ({"hosts": [7, -1, 7]}, [7, -1, 7]),
+    ({"ranks_per_node": 2, "servers": 2}, [0, 0, 1, 1, 2]),
+    ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
+])  # fmt: skip
 def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
     hosts = read_question(LISTS | fields).problem.hosts
     assert hosts is not None and hosts.tolist() == expected

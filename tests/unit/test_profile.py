@@ -209,14 +209,11 @@ def test_files_that_are_no_profiles(text: str | None, said: str, tmp_path: Path)
         choose_profile(str(path), CPU)
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--heads", "6", "--kv-heads", "4"], "expected a multiple"),
-        (["--head-dim", "0"], "--head-dim is 0"),
-        (["--kernel", "nonsense"], 'no kernel "nonsense"'),
-    ],
-)
+@pytest.mark.parametrize("words, said", [
+    (["--heads", "6", "--kv-heads", "4"], "expected a multiple"),
+    (["--head-dim", "0"], "--head-dim is 0"),
+    (["--kernel", "nonsense"], 'no kernel "nonsense"'),
+])  # fmt: skip
 def test_the_subcommand_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *words]) == 2
     assert said in capsys.readouterr().err
@@ -336,14 +333,11 @@ def _find(wanted: Any, took: list[float], cost: Profile | None = PAIRS, determin
     return find_speeds(wanted, CPU, "torch_math", lambda mine: next(answers), False, cost)
 
 
-@pytest.mark.parametrize(
-    ("cost", "expected"),
-    [
-        (PAIRS, [1.0, 0.5, 2.0]),  # beside rank 0
-        (None, [1.0, 0.5, 2.0]),
-        (SECONDS, [0.5, 0.25, 1.0]),  # beside what the costs say: rank 0 is slow itself
-    ],
-)
+@pytest.mark.parametrize("cost, expected", [
+    (PAIRS, [1.0, 0.5, 2.0]),  # beside rank 0
+    (None, [1.0, 0.5, 2.0]),
+    (SECONDS, [0.5, 0.25, 1.0]),  # beside what the costs say: rank 0 is slow itself
+])  # fmt: skip
 def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float]) -> None:
     found = _find("measure", [2 * EXPECTED, 4 * EXPECTED, EXPECTED], cost)
     assert found == pytest.approx(np.array(expected), rel=1e-4)

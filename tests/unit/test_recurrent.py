@@ -42,20 +42,16 @@ def _ways() -> dict[str, Way]:
     return {kind[0].__name__: way for kind, way in binding.ways.found.items()}
 
 
-@pytest.mark.parametrize(
-    ("positions", "mask", "begin"),
-    [
-        ([[0, 1, 2, 0, 1, 0]], None, [0, 3, 5, 6]),
-        ([[0, 1, 2, 3]], None, [0, 4]),
-        ([[0, 1, 2], [0, 1, 2]], None, [0, 3, 6]),
-        ([[0, 1, 0], [0, 1, 2]], None, [0, 2, 3, 6]),
-        ([[0, 1, 2], [0, 1, 0]], [[1, 1, 1], [1, 1, 0]], [0, 3, 6]),
-        ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], [0, 1, 3, 6]),
-        ([[0, 1, 0, 1, 0]], [[1, 1, 1, 1, 0]], [0, 2, 5]),
-        ([[0, 0, 1]], [[0, 0, 0]], [0, 3]),
-    ],
-    ids=["packed", "one", "rows", "packed rows", "right", "left", "packed and padded", "padding only"],
-)
+@pytest.mark.parametrize("positions, mask, begin", [
+    ([[0, 1, 2, 0, 1, 0]], None, [0, 3, 5, 6]),
+    ([[0, 1, 2, 3]], None, [0, 4]),
+    ([[0, 1, 2], [0, 1, 2]], None, [0, 3, 6]),
+    ([[0, 1, 0], [0, 1, 2]], None, [0, 2, 3, 6]),
+    ([[0, 1, 2], [0, 1, 0]], [[1, 1, 1], [1, 1, 0]], [0, 3, 6]),
+    ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], [0, 1, 3, 6]),
+    ([[0, 1, 0, 1, 0]], [[1, 1, 1, 1, 0]], [0, 2, 5]),
+    ([[0, 0, 1]], [[0, 0, 0]], [0, 3]),
+], ids=["packed", "one", "rows", "packed rows", "right", "left", "packed and padded", "padding only"])  # fmt: skip
 def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None:
     """At batch rows and at documents; padding belongs to what is before it."""
     array = np.array(positions)
@@ -211,13 +207,10 @@ def test_evaluation(rank: int) -> None:
         assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
 
 
-@pytest.mark.parametrize(
-    ("block", "says"),
-    [
-        ({}, "Qwen3_5GatedDeltaNet of layer 0 lets state cross"),
-        ({"verify": 2, "check": "off"}, "the output of the decoder differs"),
-    ],
-)
+@pytest.mark.parametrize("block, says", [
+    ({}, "Qwen3_5GatedDeltaNet of layer 0 lets state cross"),
+    ({"verify": 2, "check": "off"}, "the output of the decoder differs"),
+])  # fmt: skip
 def test_leak_that_comes_later_is_found(block: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampled check asks again in forward 1, 3, 7 and so on; a run that is verified has every layer document by
     document."""

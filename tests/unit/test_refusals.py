@@ -73,25 +73,22 @@ def _change(part: Any, **changes: Any) -> None:
         setattr(part, name, value)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda model: _change(model.config, attention_dropout=0.0),
-            r"layers\.0\.self_attn\.attention_dropout is 0\.1",
-        ),
-        (
-            lambda model: _change(model.config, vision_config={"a": 4}),
-            "vision_config: models of several modalities.*text",
-        ),
-        (lambda model: _change(model.config, is_encoder_decoder=True), "is_encoder_decoder is True"),
-        (
-            lambda model: _change(model.model.layers[1], self_attn=model.model.layers[0].self_attn),
-            r"layers\.1\.self_attn is the same module as model\.layers\.0",
-        ),
-        (lambda model: _change(model.model.layers[1], self_attn=CrossAttention()), r"layers\.1.* is cross-attention"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (
+        lambda model: _change(model.config, attention_dropout=0.0),
+        r"layers\.0\.self_attn\.attention_dropout is 0\.1",
+    ),
+    (
+        lambda model: _change(model.config, vision_config={"a": 4}),
+        "vision_config: models of several modalities.*text",
+    ),
+    (lambda model: _change(model.config, is_encoder_decoder=True), "is_encoder_decoder is True"),
+    (
+        lambda model: _change(model.model.layers[1], self_attn=model.model.layers[0].self_attn),
+        r"layers\.1\.self_attn is the same module as model\.layers\.0",
+    ),
+    (lambda model: _change(model.model.layers[1], self_attn=CrossAttention()), r"layers\.1.* is cross-attention"),
+])  # fmt: skip
 def test_what_was_changed_is_refused(change: Any, said: str) -> None:
     """Also what only modules remember: the config was changed after loading."""
     model = meta_model("llama", attention_dropout=0.1 if "dropout" in said else 0.0)

@@ -61,19 +61,16 @@ def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) 
         assert "must come first" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("main", "words", "said"),
-    [
-        (run.main, ["--cad", "{tolerance: 1}", "train.py"], "is not JSON"),
-        (run.main, ["--cad", '{"tolerence": 1}', "train.py"], 'did you mean "tolerance"?'),
-        (run.main, ["--cad_config", "none.json", "train.py"], "cannot be read"),
-        (run.main, ["train.py"], "is not there"),
-        (accelerate_cad.main, ["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
-        (accelerate_cad.main, ["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
-        (accelerate_cad.main, ["launch", "--cad", '{"servers": {"joined": 1}}', "--no_python", "x"], "keep from"),
-        (accelerate_cad.main, ["train"], "usage: accelerate-cad launch"),
-    ],
-)
+@pytest.mark.parametrize("main, words, said", [
+    (run.main, ["--cad", "{tolerance: 1}", "train.py"], "is not JSON"),
+    (run.main, ["--cad", '{"tolerence": 1}', "train.py"], 'did you mean "tolerance"?'),
+    (run.main, ["--cad_config", "none.json", "train.py"], "cannot be read"),
+    (run.main, ["train.py"], "is not there"),
+    (accelerate_cad.main, ["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
+    (accelerate_cad.main, ["launch", "--cad_config", "none.json", "train.py"], "cannot be read"),
+    (accelerate_cad.main, ["launch", "--cad", '{"servers": {"joined": 1}}', "--no_python", "x"], "keep from"),
+    (accelerate_cad.main, ["train"], "usage: accelerate-cad launch"),
+])  # fmt: skip
 def test_a_bad_command_line(started, tmp_path, monkeypatch, capsys, main: Any, words: list[str], said: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2 and not started
@@ -91,14 +88,11 @@ def started(monkeypatch) -> list[list[str]]:
     return words
 
 
-@pytest.mark.parametrize(
-    ("ours", "block", "asked_by"),
-    [
-        (["--cad", '{"tolerance": 0.1}'], {"tolerance": 0.1}, "--cad"),
-        (["--cad_config=block.json"], {"overlap": "none"}, "--cad_config block.json"),
-        ([], {}, "accelerate-cad launch"),
-    ],
-)
+@pytest.mark.parametrize("ours, block, asked_by", [
+    (["--cad", '{"tolerance": 0.1}'], {"tolerance": 0.1}, "--cad"),
+    (["--cad_config=block.json"], {"overlap": "none"}, "--cad_config block.json"),
+    ([], {}, "accelerate-cad launch"),
+])  # fmt: skip
 def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch, ours, block, asked_by) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "block.json").write_text('{"overlap": "none"}')

@@ -52,15 +52,12 @@ def of_mesh(grid: Any) -> list[Replica]:
     return [replica_of_mesh(grid, rank, ranks) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("grid", "replicas"),
-    [
-        (mesh((2, 2), "dp", "tp"), [[0, 1], [2, 3]]),
-        (mesh((2, 2), "tp", "dp"), [[0, 2], [1, 3]]),
-        (mesh((2, 1, 2, 2), "dp_replicate", "pp", "dp_shard", "tp"), [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (mesh((4,), "dp"), [[0], [1], [2], [3]]),
-    ],
-)
+@pytest.mark.parametrize("grid, replicas", [
+    (mesh((2, 2), "dp", "tp"), [[0, 1], [2, 3]]),
+    (mesh((2, 2), "tp", "dp"), [[0, 2], [1, 3]]),
+    (mesh((2, 1, 2, 2), "dp_replicate", "pp", "dp_shard", "tp"), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    (mesh((4,), "dp"), [[0], [1], [2], [3]]),
+])  # fmt: skip
 def test_groups_hold_one_rank_of_each_replica(grid: Any, replicas: list[list[int]]) -> None:
     said = of_mesh(grid)
     for rank in range(len(said)):
@@ -80,34 +77,28 @@ def test_a_part_of_a_mesh_and_groups_say_as_much() -> None:
     assert replica_of_groups([(0, 1)] * 2, 1) == Replica((1,)) and replica_of_groups([None] * 2, 1) is None
 
 
-@pytest.mark.parametrize(
-    ("grid", "words"),
-    [
-        (mesh((2, 2)), "the mesh has no names.*mesh_dim_names"),
-        (mesh((2, 2), "dp", "cp"), 'axis "cp" of several ranks, context parallelism'),
-        (mesh((2, 2), "dp", "other"), 'axis "other" of which CAD does not know'),
-        (mesh((1, 2), "dp", "tp"), "the mesh has 2 ranks and the job 4"),
-        (mesh((2, 2), "sp", "tp"), "heads are divided twice, by tensor parallelism and by Ulysses"),
-    ],
-)
+@pytest.mark.parametrize("grid, words", [
+    (mesh((2, 2)), "the mesh has no names.*mesh_dim_names"),
+    (mesh((2, 2), "dp", "cp"), 'axis "cp" of several ranks, context parallelism'),
+    (mesh((2, 2), "dp", "other"), 'axis "other" of which CAD does not know'),
+    (mesh((1, 2), "dp", "tp"), "the mesh has 2 ranks and the job 4"),
+    (mesh((2, 2), "sp", "tp"), "heads are divided twice, by tensor parallelism and by Ulysses"),
+])  # fmt: skip
 def test_meshes_that_say_too_little(grid: Any, words: str) -> None:
     with pytest.raises(CADError, match=words):
         replica_of_mesh(grid, 0, 4)
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ([Replica((0, 1)), Replica((1,))], r"rank 0 shares heads with ranks 0, 1, but rank 1 names ranks 1$"),
-        ([Replica((0, 1)), Replica((0, 1), pieces=True)], "rank 1 names ranks 0, 1, each with a piece of the tokens"),
-        ([Replica((0, 2)), Replica((1,))], "rank 2 is not in the job"),
-        ([Replica((1,)), Replica((1,))], "rank 0 is not among the ranks"),
-        ([Replica((0,)), Replica((1, 2)), Replica((1, 2))], "among 1 ranks and others among 2"),
-        ([(0, 1), None], "rank 1 passed none as its group"),
-        ([(0, 1), (0, 1), (2,)], r"the groups \[0, 1\], \[2\] do not divide 3 ranks alike"),
-        ([(0, 1), (1, 2), (1, 2)], r"the groups \[0, 1\], \[1, 2\] do not divide 3 ranks alike"),
-    ],
-)
+@pytest.mark.parametrize("said, words", [
+    ([Replica((0, 1)), Replica((1,))], r"rank 0 shares heads with ranks 0, 1, but rank 1 names ranks 1$"),
+    ([Replica((0, 1)), Replica((0, 1), pieces=True)], "rank 1 names ranks 0, 1, each with a piece of the tokens"),
+    ([Replica((0, 2)), Replica((1,))], "rank 2 is not in the job"),
+    ([Replica((1,)), Replica((1,))], "rank 0 is not among the ranks"),
+    ([Replica((0,)), Replica((1, 2)), Replica((1, 2))], "among 1 ranks and others among 2"),
+    ([(0, 1), None], "rank 1 passed none as its group"),
+    ([(0, 1), (0, 1), (2,)], r"the groups \[0, 1\], \[2\] do not divide 3 ranks alike"),
+    ([(0, 1), (1, 2), (1, 2)], r"the groups \[0, 1\], \[1, 2\] do not divide 3 ranks alike"),
+])  # fmt: skip
 def test_ranks_that_do_not_agree(said: list[Any], words: str) -> None:
     """In what they say of their replicas, or of the groups between these."""
     for rank in range(len(said)):
@@ -127,14 +118,11 @@ TENSOR = Shares(np.array([[0, 1], [2, 3]]), 0)
 PIECES = Shares(np.array([[0, 1], [2, 3]]), 0, pieces=True)
 
 
-@pytest.mark.parametrize(
-    ("positions", "words"),
-    [
-        ([[0, 1, 0], [0, 1, 2]], "at token 2 rank 2 has position 0 of a document and rank 3 position 2 of a document"),
-        ([[0, 1, 2], [0, 1, -1]], "at token 2 rank 2 has position 2 of a document and rank 3 padding"),
-        ([[0, 1, 2], [0, 1]], "rank 2 has 3 tokens and rank 3 2 tokens"),
-    ],
-)
+@pytest.mark.parametrize("positions, words", [
+    ([[0, 1, 0], [0, 1, 2]], "at token 2 rank 2 has position 0 of a document and rank 3 position 2 of a document"),
+    ([[0, 1, 2], [0, 1, -1]], "at token 2 rank 2 has position 2 of a document and rank 3 padding"),
+    ([[0, 1, 2], [0, 1]], "rank 2 has 3 tokens and rank 3 2 tokens"),
+])  # fmt: skip
 def test_a_replica_with_different_batches(positions: list[list[int]], words: str) -> None:
     with pytest.raises(CADDataError, match=f"ranks 2, 3 divide the heads of one .*: {words}. Let the sampler"):
         of_replicas(announce([0], [0], *positions), TENSOR)
@@ -152,29 +140,23 @@ def test_pieces_are_put_side_by_side() -> None:
         of_replicas([Announcement(LocalSegments.none(4), 2)] * 4, PIECES)
 
 
-@pytest.mark.parametrize(
-    ("block", "pieces", "words"),
-    [
-        ({"documents": "deal"}, False, '"documents": "deal" moves documents'),
-        ({"overlap": "interleave"}, True, '"overlap" cannot be had beside Ulysses'),
-        ({"verify": 1}, True, '"verify" cannot be had beside Ulysses'),
-    ],
-)
+@pytest.mark.parametrize("block, pieces, words", [
+    ({"documents": "deal"}, False, '"documents": "deal" moves documents'),
+    ({"overlap": "interleave"}, True, '"overlap" cannot be had beside Ulysses'),
+    ({"verify": 1}, True, '"verify" cannot be had beside Ulysses'),
+])  # fmt: skip
 def test_what_is_not_built_beside_shares(block: dict[str, Any], pieces: bool, words: str) -> None:
     with pytest.raises(CADUnsupportedError, match=words):
         refuse_beside_shares(CADConfig.from_dict(block), pieces)
     refuse_beside_shares(CADConfig(), pieces)
 
 
-@pytest.mark.parametrize(
-    ("query", "key", "sinks", "words"),
-    [
-        (4, 4, 8, "has 4 query heads on this rank and 8 attention sinks, one for each head of the model"),
-        (2, 2, None, "has 2 query heads and 2 KV heads on this rank, and 2 query heads of the model share a KV head"),
-        (4, 2, 4, None),
-        (4, 1, None, None),
-    ],
-)
+@pytest.mark.parametrize("query, key, sinks, words", [
+    (4, 4, 8, "has 4 query heads on this rank and 8 attention sinks, one for each head of the model"),
+    (2, 2, None, "has 2 query heads and 2 KV heads on this rank, and 2 query heads of the model share a KV head"),
+    (4, 2, 4, None),
+    (4, 1, None, None),
+])  # fmt: skip
 def test_heads_that_do_not_belong_together(query: int, key: int, sinks: int | None, words: str | None) -> None:
     """Of ranks that have a part of 8 query heads and 4 KV heads."""
     layer: Any = SimpleNamespace(layer_idx=0, num_key_value_groups=2)

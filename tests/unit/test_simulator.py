@@ -253,19 +253,16 @@ def test_logits_of_the_loss_of_transformers() -> None:
 # Settings
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"),
-        ({"tensor": 0}, "tensor parallelism is 0"),
-        ({"pipeline": 4, "ranks": 4, "sharding": "zero3"}, "zero1, as pipelines need"),
-        ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
-        ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
-        ({"ranks": 8, "tensor": 2, "sequence": 2}, "Ulysses together with tensor parallelism"),
-        ({"ranks": 8, "pipeline": 2, "sequence": 2}, "Ulysses together with pipeline stages"),
-        ({"ranks": 6, "sequence": 4}, "cannot be divided by 4 ranks of Ulysses"),
-    ],
-)
+@pytest.mark.parametrize("changes, words", [
+    ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"),
+    ({"tensor": 0}, "tensor parallelism is 0"),
+    ({"pipeline": 4, "ranks": 4, "sharding": "zero3"}, "zero1, as pipelines need"),
+    ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
+    ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
+    ({"ranks": 8, "tensor": 2, "sequence": 2}, "Ulysses together with tensor parallelism"),
+    ({"ranks": 8, "pipeline": 2, "sequence": 2}, "Ulysses together with pipeline stages"),
+    ({"ranks": 6, "sequence": 4}, "cannot be divided by 4 ranks of Ulysses"),
+])  # fmt: skip
 def test_what_cannot_be_divided(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CADConfigError, match=words):
         setting(**changes)

@@ -106,15 +106,12 @@ def _facts(**changes: Any) -> session_lines.SessionFacts:
     return replace(session.facts(), **changes)
 
 
-@pytest.mark.parametrize(
-    ("serve", "servers", "words"),
-    [
-        (True, 2, "attention max/mean 1.66 → 3.00"),
-        (False, 0, "attention max/mean 1.66 → 3.00"),
-        (False, 1, "attention max/mean 1.11 on trainers; 1 reserved server runs all of it"),
-        (False, 2, "attention max/mean 0.83 on trainers; 2 reserved servers run all of it, max/mean 1.50"),
-    ],
-)
+@pytest.mark.parametrize("serve, servers, words", [
+    (True, 2, "attention max/mean 1.66 → 3.00"),
+    (False, 0, "attention max/mean 1.66 → 3.00"),
+    (False, 1, "attention max/mean 1.11 on trainers; 1 reserved server runs all of it"),
+    (False, 2, "attention max/mean 0.83 on trainers; 2 reserved servers run all of it, max/mean 1.50"),
+])  # fmt: skip
 def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) -> None:
     figures = Statistics(mean=1.0, slowest_before=1.66, slowest=3.0)
     facts = _facts(trainers=2, trainers_serve=serve, servers=servers, servers_at_start=servers, statistics=figures)

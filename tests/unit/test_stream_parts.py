@@ -56,13 +56,10 @@ def test_a_stream_is_dealt_out_in_zigzag(as_numpy: bool) -> None:
     assert assemble([segments_from_positions(one["position_ids"]) for one in shards]).documents == 3
 
 
-@pytest.mark.parametrize(
-    ("lengths", "order"),
-    [
-        ([3, 20, 8, 1], [1, 2, 0, 3]),  # one document is longer than a host
-        ([1, 15, 14, 2], [1, 0, 2, 3]),  # the longest go to different hosts, and no document lies on two
-    ],
-)
+@pytest.mark.parametrize("lengths, order", [
+    ([3, 20, 8, 1], [1, 2, 0, 3]),  # one document is longer than a host
+    ([1, 15, 14, 2], [1, 0, 2, 3]),  # the longest go to different hosts, and no document lies on two
+])  # fmt: skip
 def test_documents_are_ordered_by_host(lengths: list[int], order: list[int]) -> None:
     """Two hosts of two ranks, 8 tokens each."""
     assert order_by_host(lengths, 4, 8, 2) == order
@@ -71,18 +68,15 @@ def test_documents_are_ordered_by_host(lengths: list[int], order: list[int]) -> 
     assert sum(len(one) > 1 for one in hosts) == (max(lengths) > 16)
 
 
-@pytest.mark.parametrize(
-    ("change", "given", "message"),
-    [
-        ({}, {"rank": 2}, "ranks are 0 to 1"),
-        ({"position_ids": None}, {}, "needs position_ids"),
-        ({"position_ids": torch.zeros(2, 4)}, {}, "one packed row"),
-        ({"labels": torch.zeros(1, 3)}, {}, "labels has shape"),
-        ({"attention_mask": torch.ones(4, 4)}, {}, "attention_mask has shape"),
-        ({"position_ids": torch.arange(3, 7)[None]}, {"zigzag": True}, "begins at position 3"),
-        ({}, {"ranks_per_host": 3}, "ranks_per_host is 3; expected 1 to 2"),
-    ],
-)
+@pytest.mark.parametrize("change, given, message", [
+    ({}, {"rank": 2}, "ranks are 0 to 1"),
+    ({"position_ids": None}, {}, "needs position_ids"),
+    ({"position_ids": torch.zeros(2, 4)}, {}, "one packed row"),
+    ({"labels": torch.zeros(1, 3)}, {}, "labels has shape"),
+    ({"attention_mask": torch.ones(4, 4)}, {}, "attention_mask has shape"),
+    ({"position_ids": torch.arange(3, 7)[None]}, {"zigzag": True}, "begins at position 3"),
+    ({}, {"ranks_per_host": 3}, "ranks_per_host is 3; expected 1 to 2"),
+])  # fmt: skip
 def test_refusals(change: dict[str, Any], given: dict[str, Any], message: str) -> None:
     batch = training.pack(training.documents([3, 1], seed=0)) | change
     batch = {name: value for name, value in batch.items() if value is not None}

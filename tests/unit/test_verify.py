@@ -139,15 +139,12 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_room, "run_local_backward", backward)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("window", "O of LlamaAttention of layer 0 differs at position [3-7][0-9] of the document that starts at row"),
-        ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of the document that starts at row 44"),
-        ("dK of one head", "dK of LlamaAttention of layer 1 differs"),
-        ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 .*nan"),
-    ],
-)
+@pytest.mark.parametrize("name, says", [
+    ("window", "O of LlamaAttention of layer 0 differs at position [3-7][0-9] of the document that starts at row"),
+    ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of the document that starts at row 44"),
+    ("dK of one head", "dK of LlamaAttention of layer 1 differs"),
+    ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 .*nan"),
+])  # fmt: skip
 def test_planted_errors_are_named(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _wrong(name, monkeypatch)
     with pytest.raises(
