@@ -37,8 +37,11 @@ def test_a_rank_that_stopped_or_closed_is_named() -> None:
     board = [Liveness(store, rank, 3) for rank in range(3)]
     assert board[0].why_hopeless() == "" and board[0].stopped() == ""
     board[1].report("out of memory")
+    board[2].started, board[2].begun = lambda: 4, lambda: 9
     board[2].close()
-    assert board[0].why_hopeless() == "rank 1 stopped: out of memory; rank 2 stopped: its session was closed"
+    both = "rank 1 stopped: out of memory; rank 2 stopped: its session was closed"
+    assert [board[0].why_hopeless(*there) for there in ((), (5,), (0, 10))] == [both] * 3
+    assert [board[0].why_hopeless(*there) for there in ((4,), (0, 9))] == [both.split(";")[0]] * 2, "it took part"
     board[1].stop("another exchange")
     assert board[0].stopped() == "another exchange"
 

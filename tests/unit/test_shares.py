@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.shares import attend_locally, refuse_heads
-from torch.distributed.device_mesh import init_device_mesh
+from deepspeed_cad.integrations.shares import attend_locally, find_replica, refuse_heads
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,6 +39,23 @@ def test_heads_that_come_as_dtensors_leave_as_dtensors() -> None:
         tokens = DTensor.from_local(rows, devices, [Shard(2)], run_check=False)
         with pytest.raises(CADUnsupportedError, match="as a DTensor with placements"):
             attend_locally(attend, tokens, tokens, tokens, None)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape, name, known", [
+    ((4,), "FSDPLinear", True), ((4,), "Linear", False), ((2, 2), "FSDPLinear", True), ((2,), "FSDPLinear", False)
+])  # fmt: skip
+def test_of_meshes_without_names_only_fsdps_over_all_ranks_divides_no_heads(
+    shape: tuple[int, ...], name: str, known: bool
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        grid = DeviceMesh("cpu", torch.arange(int(np.prod(shape))).reshape(shape))
+        model = type(name, (torch.nn.Linear,), {})(2, 2, bias=False)
+        model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), grid, run_check=False))
+        with nullcontext() if known else pytest.raises(CADConfigError, match="without names"):
+            assert find_replica(model) is None
     finally:
         dist.destroy_process_group()
 

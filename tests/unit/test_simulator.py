@@ -14,6 +14,8 @@ from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
 from deepspeed_cad.forecast.attention import PARTED, WAIT, end_of_passes, find_travel, flows_of, of_documents
 from deepspeed_cad.forecast.bytes_held import (
+    SAVED_HIDDEN,
+    SAVED_MLP,
     STATE_BYTES,
     WHOLE_LOGITS,
     activation_bytes,
@@ -100,6 +102,18 @@ def test_layers_that_carry_state_wait_for_the_ranks_before(ranks: int, more: flo
     assert travel.gathered > travel.own * (ranks - 1.2)
     short = find_travel(replace(own, model=replace(MODEL, state=replace(delta, taken=0, given=0))), layout)
     assert short is not None and short.late == 0, "a short convolution hands no state on"
+
+
+def test_without_checkpointing_every_layer_keeps_what_its_mlp_and_its_norms_take() -> None:
+    own = setting(checkpointing=False)
+    more = activation_bytes(replace(own, model=replace(MODEL, layers=5)), 1e3) - activation_bytes(own, 1e3)
+    assert more == pytest.approx(1e3 * 2 * (SAVED_MLP * MODEL.intermediate + SAVED_HIDDEN * MODEL.hidden))
+
+
+def test_ulysses_divides_heads_and_deals_groups_out_or_repeats_them() -> None:
+    twelve = replace(MODEL, heads=12, kv_heads=4)
+    assert modes.degrees(replace(setting(8), model=twelve), "ulysses") == [2, 4]
+    assert modes.degrees(replace(setting(8), model=replace(MODEL, heads=8, kv_heads=2)), "ulysses") == [2, 4, 8]
 
 
 def test_a_pass_that_is_a_forward_alone_is_planned_as_one() -> None:
