@@ -50,6 +50,20 @@ def test_settings_belong_to_a_part(enter: Callable[[], Any], ask: Callable[[], A
     assert ask() == before
 
 
+def test_hooks_around_both_parts_stay_where_they_are() -> None:
+    around, own = (saved_tensors_hooks(lambda x: x, lambda x: x) for _ in range(2))
+
+    def part() -> list[Any]:
+        with own:
+            hand_over()
+        return [_top_saved_tensors_default_hooks(True)[0]]
+
+    with around:
+        assert _run(part, part) == ([around.pack_hook], [around.pack_hook])
+        assert _top_saved_tensors_default_hooks(True)[0] is around.pack_hook
+    assert _top_saved_tensors_default_hooks(True) is None
+
+
 def test_an_error_of_one_part_ends_the_other_with_its_own_state() -> None:
     ended: list[Any] = []
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,6 +232,20 @@ def test_one_that_cannot_listen_says_why(job: Job) -> None:
     job.knock(2).open_door("no network leads there")
     assert job.servers._let_in(0) == 2
     assert job.link.gone[2].startswith("server 2 on") and "cannot listen: no network leads" in job.link.gone[2]
+
+
+def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "new_group", lambda **words: made.update(words) or "trainers")
+    monkeypatch.setattr(dist, "all_reduce", closed)
+    meeting = Rendezvous(Split(2, 1, 0, job.place), 20.0)
+    two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, torch.device("cpu"))
+    assert made == {"timeout": timedelta(seconds=20), "backend": "gloo"}
+    with pytest.raises(CADPeerError, match="rank 0 waited for what the other trainers say of servers: .*Connection"):
+        two._all(True)
 
 
 @pytest.mark.parametrize("asked", [False, True])
