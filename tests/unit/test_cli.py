@@ -1,6 +1,7 @@
 """The console script: its subcommands, its exit codes, and what the doctor finds."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -64,7 +65,9 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     assert [line for line in lines if "tried" in line] == ["kernels, each tried", "transports, each tried"]
     assert "works here: kernels torch_math; transports c10d; autoload active" in lines[-1]
     assert lines[-1].endswith("to get what is missing: deepspeed: pip install it")
+    level = logging.getLogger("deepspeed_cad").level
     assert doctor.summarise(doctor.examine()) == lines[-1]
+    assert logging.getLogger("deepspeed_cad").level == level
     assert cli.main(["doctor", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["core_works"] is True and read["kernels"][0]["name"] == "torch_math" and read["summary"] == lines[-1]
