@@ -88,7 +88,7 @@ def parts(shape: ModelShape, setting: Setting) -> list[Part]:
             unit * layers if stored else 0,
         ),
         Part(
-            "what attention keeps: O and LSE, at home and where served",
+            "what attention keeps at most: O and LSE, at home and where served",
             "L · T · H · (2 V + 4) · (2 − 1/N)",
             here,
             kept if parked else 0,
