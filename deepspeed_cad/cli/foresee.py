@@ -243,7 +243,7 @@ def draw(
     names: Sequence[str],
     tell: Callable[[str], None],
 ) -> list[str]:
-    """Write four pictures into the folder --pictures; returns their names."""
+    """Write pictures into the folder --pictures; returns their names."""
 
     def at(
         modes: Sequence[str], ranks: int = args.ranks, context: int = args.context, servers: int | None = None
@@ -278,8 +278,9 @@ def draw(
                 for one in at(modes, **{name: value}).found:
                     if one.fits:
                         points[one.mode].append((value, one.tokens_per_second))
-        drawn.append(str(folder / f"{name.replace('servers', 'reserved')}.png"))
-        draw_curves(over, points, drawn[-1])
+        if points.get("cad reserved") != []:  # else nobody can serve here
+            drawn.append(str(folder / f"{name.replace('servers', 'reserved')}.png"))
+            draw_curves(over, points, drawn[-1])
     return drawn
 
 

@@ -24,9 +24,9 @@ like kSlack are in csrc/planner_constants.h; each number stands with where it co
    host's ranks are made even as in 2. A lower level means less work for the slowest and longer transfers; the search
    follows both to where they meet (TRIES).
 7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
-   from another start: its rows are dealt out by head groups, so that every rank reads keys of few of them instead of
-   the last ranks all keys of all (planner_spread.cpp). All rows are, or all but its first segment (KEPT). Of what ends
-   alike the lightest is taken; then a start at home that is made more even (FINER), if worth what it moves (WORTH).
+   from another start: its rows are dealt out by head groups, all or all but the first segment (KEPT), so that every
+   rank reads keys of few of them (planner_spread.cpp). Of what ends alike the lightest is taken; then a start at home
+   that is made more even (FINER), where that is worth its bytes (WORTH).
 8. *Never worse.* If the slowest rank finishes later than if all rows stayed at home, nothing is moved. What was held
    back, and why, is in the plan's notes.
 

@@ -251,16 +251,17 @@ def test_servers_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "left out, servers wait while linear layers run under zero3" in plan(capsys, *words, "3")[1]
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
 def test_pictures_of_what_is_foreseen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     draw, drawn = foresee.draw_curves, {}
     monkeypatch.setattr(foresee, "draw_curves", lambda over, *rest: (drawn.update({over: rest[0]}), draw(over, *rest)))
     folder, steps = tmp_path / "pictures", tmp_path / "steps.png"
-    words = "long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad".split()
+    words = f"long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad --sharding {sharding}".split()
     code, said = plan(capsys, *words, "--pictures", folder, "--plot", steps)
-    names = {"step.png", "ranks.png", "context.png", "reserved.png"}
+    names = {"step.png", "ranks.png", "context.png", *["reserved.png"] * (sharding == "zero1")}
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (steps, *folder.iterdir()))
     assert all(f"drew {folder / name}" in said for name in names)
