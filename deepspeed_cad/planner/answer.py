@@ -64,8 +64,7 @@ def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
 def best_start(problem: PlanInput, at_home: Solution) -> Solution:
     """`at_home`, the plan that starts there, or a better one. Dealing out moves Q and O of most rows, and K and V of a
     document once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it."""
-    ranks = most_ranks(problem)
-    if ranks < 2:
+    if (ranks := most_ranks(problem)) < 2:
         return at_home
     kept = constants.KEPT if ranks >= constants.READ_FROM and problem.shape.groups > 1 else ()
     plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=count)) for count in kept)]
