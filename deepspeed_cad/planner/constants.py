@@ -27,8 +27,8 @@ where the time is worth the bytes: their rows are many, so the cut is fine. By t
 move 1 % more bytes and end 1.6 % earlier than with the whole tolerance, by the second 1.6 % more and 0.3 % earlier yet.
 Of 960 layouts on 2 to 8 ranks the second moves 0.4 % more and ends 0.2 % earlier. Dealt out they are even as is."""
 WORTH = 0.1
-"""Share of time, transfers included, that a share of bytes is worth: they take memory. A choice: in those 960 layouts
-0.5 moves 0.9 % fewer bytes and ends 0.3 % later; by 0 short documents, cut coarsely, move 42 % more for 1 % of time."""
+"""Share of time, transfers between hosts included, that a share of bytes is worth. A choice: in those 960 layouts 0.5
+moves 0.9 % less and ends 0.3 % later; by 0 short documents, cut coarsely, move 42 % more for 1 % of time."""
 LIGHTER = 0.95
 """Share. A start is taken instead of one before it if it burdens the fullest rank by less than this share of it. A
 choice, so that much is not moved for little. Spanning trial: 1.0 is the same; 0.9, with 8 KV heads, burdens it by 3 %
