@@ -267,6 +267,7 @@ def test_pictures_of_what_is_foreseen(
     assert all(f"drew {folder / name}" in said for name in names)
     for over, values in (("GPUs", {4, 8, 16}), ("tokens a GPU packs", {4096, 8192, 16384})):
         assert values <= {value for value, _ in drawn[over]["cad"]}, over
+    assert min(value for value, _ in drawn["GPUs"]["plain"]) == 2, "one GPU has nobody to balance with"
     assert re.search(r"^ +tokens/s.* exposed$\n^ +/GPU.* exch. %$", said, re.MULTILINE)
 
 

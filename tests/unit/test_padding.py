@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import training
@@ -10,7 +11,10 @@ from model_cases import tiny_model
 from padded import assert_same, loss_and_gradients, padded
 
 import deepspeed_cad
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.move_documents import find_padding
 from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.layout import segments_from_positions
 
 MISTRAL = partial(tiny_model, "mistral", sliding_window=5)
 
@@ -27,6 +31,14 @@ def test_as_without_cad(make: Any, attention: str, side: str, lengths: list[int]
     expected = loss_and_gradients(make(dtype, attn_implementation=attention), batch)
     model = deepspeed_cad.apply(make(dtype, attn_implementation=attention), {})
     assert_same(loss_and_gradients(model, batch), expected, 1e-5 if attention == "eager" else 1e-9)
+
+
+def test_padding_behind_documents_is_left_behind_where_they_travel() -> None:
+    """What is behind the documents of a row, of which one token stays if it has none; in packed rows all of it."""
+    positions = np.array([[0, 1, 2, 3, -1, -1], [-1, 0, 1, 2, -1, -1], [-1] * 6])
+    mine = Announcement(segments_from_positions(positions.clip(0), positions >= 0))
+    assert find_padding(mine, 6).tolist() == [4, 5, 10, 11, 13, 14, 15, 16, 17]
+    assert find_padding(mine, 0).tolist() == [4, 5, 6, 10, 11, *range(12, 18)]
 
 
 def _shifted(batch: dict[str, torch.Tensor], *counted: int) -> dict[str, torch.Tensor]:

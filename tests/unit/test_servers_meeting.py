@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -246,6 +247,13 @@ def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch
     assert made == {"timeout": timedelta(seconds=20), "backend": "gloo"}
     with pytest.raises(CADPeerError, match="rank 0 waited for what the other trainers say of servers: .*Connection"):
         two._all(True)
+
+
+def test_nobody_is_told_of_newcomers_where_the_store_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.knock(2)
+    assert job.servers.report(0).tolist() == [1]
+    monkeypatch.setattr(job.servers._meeting, "who_came", mock.Mock(side_effect=CADPeerError("the store is gone")))
+    assert job.servers.report(0).tolist() == [0]
 
 
 @pytest.mark.parametrize("asked", [False, True])
