@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_cad.cli import main, progress
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
-from deepspeed_cad.cli.data.documents import BATCH
+from deepspeed_cad.cli.data.documents import BATCH, _count_documents
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.forecast.packing import TRL_BATCH, trl_rows
 from deepspeed_cad.forecast.setting import SHAPES, StateLayers
@@ -156,6 +156,14 @@ def test_chats_are_counted_as_the_template_writes_them(
         if file.name != "chat_template.jinja":
             (tmp_path / "plain" / file.name).write_text(file.read_text())
     assert plan(path, "--tokenizer", tmp_path / "plain", tokenize=False)[1]["longest"] == 30
+
+
+def test_nothing_is_read_behind_the_limit() -> None:
+    def found() -> Iterator[list[int]]:
+        yield from ([1, 2], [], [3], [4, 5])
+        raise AssertionError("read on")
+
+    assert _count_documents(found(), None, 2, print) == [2, 1]
 
 
 def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[..., Any]) -> None:
