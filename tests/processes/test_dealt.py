@@ -237,6 +237,16 @@ def test_documents_that_are_cut(workers: WorkerPool, kind: str, changes: dict[st
             assert (new["gradients"][name] - gradient).abs().max() < most * (1 + gradient.abs().max()), name
 
 
+def _another_deal(rank: int, world: int) -> None:
+    with mock.patch.object(Dealt, "fingerprint", lambda self: rank):
+        _cut(rank, world, "llama", "deal", {}, "")
+
+
+def test_ranks_that_deal_documents_out_otherwise_all_stop(workers: WorkerPool) -> None:
+    for error in workers.try_run(_another_deal, 4)[0]:
+        assert error is not None and error[0] == "CADPeerError" and "another" in error[1], error
+
+
 def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int], str]:
     """Tokens of the first document of each micro-batch, in the order in which they are trained; and the first line."""
     from deepspeed_cad import session

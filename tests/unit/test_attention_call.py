@@ -186,6 +186,9 @@ def test_sinks_are_trained_alone(calls: Calls, run: Callable[..., torch.Tensor])
     assert torch.allclose(sinks.grad, expected, atol=1e-12)
     (call,) = layer.micro_batch._calls.values()
     assert isinstance(call.state, Released)
+    if isinstance(call, SurvivingCall):
+        with pytest.raises(CADError, match="a call whose backward is over"):
+            call.make_setup()
 
 
 def tick_call() -> TickCall:

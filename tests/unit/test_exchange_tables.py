@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import native_calls
+from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
+from deepspeed_cad.exchange.links import peer_schedule
 from deepspeed_cad.exchange.native_calls import CudaCalls
 from deepspeed_cad.exchange.placement import Placement, place, take
 from deepspeed_cad.native import NativeCallError
@@ -73,3 +77,13 @@ def test_rows_are_taken_from_any_view(form: str) -> None:
     found = take(home, index)
     assert found.is_contiguous()
     assert torch.equal(found, home[index // home.shape[1], index % home.shape[1]])
+
+
+def test_a_slice_that_ends_beyond_where_it_lands_is_refused() -> None:
+    """C++ would copy it over whatever lies there."""
+    schedule = peer_schedule([[1], [0]], 0, 2, 64)
+    assert len(dispatch_pushes(schedule).slices) and len(return_pushes(schedule).slices)
+    short = replace(schedule, served_rows=schedule.served_rows - 1, landed_rows=schedule.landed_rows - 1)
+    for pushes in (dispatch_pushes, return_pushes):
+        with pytest.raises(CADError, match="rank 0: a slice ends at row .* schedule and plan disagree"):
+            pushes(short)

@@ -3,6 +3,7 @@ both ends, in this process: who is told what, and who is given up."""
 
 import gc
 import json
+import os
 import random
 import selectors
 import socket
@@ -332,6 +333,25 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
     ends.trainer.sendall(encode({"do": RELEASE, "turns": [1, 2, 3]})[:cut])
     ends.trainer.close()
     assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
+
+
+def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: Ends) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        Liveness(ends.store, 0, 3).report("lost its connection in the lengths")
+        Liveness(ends.store, 1, 3).report("ValueError: no more data")
+        links = TrainerLinks(2, {0: ends.server, 1: there}, Liveness(ends.store, 2, 3))
+        assert links.wait_for_reason(10) == "trainer 1 stopped: ValueError: no more data"
+
+
+def test_a_forked_process_holds_no_connection(ends: Ends) -> None:
+    """As a data loader's worker: servers see that a trainer died when its own end is closed."""
+    link = ends.link()
+    child = os.fork()
+    if child == 0:
+        os._exit(ends.trainer.fileno() != -1)
+    assert os.waitpid(child, 0)[1] == 0 and ends.trainer.fileno() != -1
+    link.leave("")
 
 
 def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None:
