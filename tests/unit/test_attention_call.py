@@ -184,11 +184,15 @@ def test_sinks_are_trained_alone(calls: Calls, run: Callable[..., torch.Tensor])
     expected = torch.autograd.grad(document_attention(*heads, 1.0, sinks=sinks).sum() * 2, sinks)[0]
     o.sum().backward()
     assert torch.allclose(sinks.grad, expected, atol=1e-12)
-    (call,) = layer.micro_batch._calls.values()
-    assert isinstance(call.state, Released)
-    if isinstance(call, SurvivingCall):
-        with pytest.raises(CADError, match="a call whose backward is over"):
-            call.make_setup()
+    whole = Layer([8])
+    whole.micro_batch.calls = calls
+    whole(*inputs(8)).sum().backward()
+    for one in (layer, whole):
+        (call,) = one.micro_batch._calls.values()
+        assert isinstance(call.state, Released)
+        if isinstance(call, SurvivingCall):
+            with pytest.raises(CADError, match="a call whose backward is over"):
+                call.make_setup()
 
 
 def tick_call() -> TickCall:
