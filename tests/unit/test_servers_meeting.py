@@ -240,6 +240,7 @@ def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch
         raise RuntimeError("Connection closed by peer")
 
     made: dict[str, Any] = {}
+    monkeypatch.setattr("deepspeed_cad.exchange.failure.board.WORDS_S", 0.1)
     monkeypatch.setattr(dist, "new_group", lambda **words: made.update(words) or "trainers")
     monkeypatch.setattr(dist, "all_reduce", closed)
     meeting = Rendezvous(Split(2, 1, 0, job.place), 20.0)
