@@ -10,7 +10,7 @@ from scripts import load_script
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import Cluster, Foreseen, Machine, Seconds, Setting, modes_cad
-from deepspeed_cad.forecast.compare import MODES, Comparison, choose, compare, label, recommend, say_need
+from deepspeed_cad.forecast.compare import MODES, Comparison, _choices, choose, compare, label, recommend, say_need
 from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.forecast.step import COMPARED, OUTSIDE, RATIO, RUNS, SERVERS
 from deepspeed_cad.layout import Layout
@@ -48,6 +48,14 @@ def test_the_fastest_degree_that_fits_is_taken() -> None:
     least = min(one.needed for one in compare(setting(recompute_attention=True), LONG, ["cad"]).found) / 2**30
     tight = compare(setting(memory=least + 0.1), LONG, ["cad"])
     assert tight.found[0].fits and label(tight.found[0]) == "CAD in place, recompute_attention"
+
+
+def test_what_keeps_nothing_keeps_nothing_on_the_host() -> None:
+    found = _choices(setting(keep="host"), LONG, "cad", None, None)
+    assert [(run.args[0].keep, run.args[0].recompute_attention) for run, _ in found] == [
+        ("host", False),
+        ("device", True),
+    ]
 
 
 @pytest.mark.parametrize("changes, mode, reason", [

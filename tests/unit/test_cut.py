@@ -5,7 +5,7 @@ import pytest
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.layout import Layout
-from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, choose_cut, choose_interleaved_cut
+from deepspeed_cad.planner.cut import LINEAR_PAIRS, PlanLayers, _at, choose_cut, choose_interleaved_cut
 
 LONG = 65536
 PAIR = CostModel(unit="seconds", pair=1e-12)
@@ -85,3 +85,7 @@ def test_where_a_micro_batch_is_cut(lengths: list[list[int]], unit: int, cut: li
     layout = Layout.from_rank_lengths(lengths)
     found = choose_cut(layout, np.full(layout.ranks, unit))
     assert (None if found is None else found.tolist()) == cut
+
+
+def test_cuts_of_many_rows_alone_are_at_round_numbers() -> None:
+    assert _at(0.5, np.array([7, 102, 2048, 3000]), np.ones(4, np.int64)).tolist() == [3, 51, 1024, 1536]

@@ -15,7 +15,7 @@ from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, Memo
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.schedule import build_slices, waves
-from deepspeed_cad.schedule.waves import Cut, Room, room_needed, waves_within, with_headroom
+from deepspeed_cad.schedule.waves import Cut, Room, room_needed, too_much, waves_within, with_headroom
 
 SHAPE = HeadShape(32, 8, 128, 128, 2)
 LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
@@ -221,3 +221,9 @@ def test_given_and_unlimited() -> None:
     assert tuple(cpu.report(0)) == (0, 0)
     cpu.hear(0, np.array([[0, 0], [0, 0]]))
     assert cpu.now.size == float("inf")
+
+
+def test_users_are_told_of_all_nano_batches_together() -> None:
+    room = Room(2**30, (1, 1), (1, 1), parts=2)
+    assert "at rank 3 needs 3.00 GiB at once, 1.00 GiB more than the 2.00 GiB" in str(too_much(room, 1.5 * 2**30, 3))
+    assert 'Set "memory" to at least 3 (GiB)' in str(too_much(room, 1.5 * 2**30, 3))
