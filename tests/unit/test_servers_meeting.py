@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, take_role
 from deepspeed_cad.server.links import ServerLink
 from deepspeed_cad.server.meeting import Hello, Rendezvous, open_board, take_place
+from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
 from deepspeed_cad.server.sockets import Listener
 from deepspeed_cad.version import __version__ as OURS
@@ -299,3 +301,13 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
 def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: list[float]) -> None:
     found = speeds_of(meetings.Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
     assert found.tolist() == expected
+
+
+def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
+    server = _Server(Split(2, 1, 2, place), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
+    server.worker, server._closed, opened = mock.Mock(), threading.Event(), mock.Mock()
+    for server.opened in (None, opened):
+        server._close()
+    assert server._closed.is_set() and server.worker.close.call_count == 2
+    opened.transport.close.assert_called_once_with()
+    opened.group.close.assert_called_once_with()
