@@ -8,8 +8,9 @@ Plans are made at tolerance 0.02: once by pairs, once with a KV row at 250 pairs
 ones. For a number of csrc/planner_constants.h the planner is compiled with it. That file and planner/constants.py quote
 this table.
 
-With `--spanning`, streams of documents of which some lie on up to 16 ranks are planned at tolerance 0.05. Shares are
-those of the plan that starts at home: its burden (planner/answer.py), and what it moves in a forward.
+With `--spanning`, streams of documents of which some lie on 2 to 16 ranks are planned at tolerance 0.05. Shares are
+those of the plan that starts at home: its burden (planner/answer.py), what it moves in a forward, and when the rank
+ends that has most to attend.
 """
 
 from __future__ import annotations
@@ -61,8 +62,13 @@ SPANNING_TRIALS: dict[str, list[Any]] = {
     "HELP": [0.3, 0.5, 1.0],
     "KEPT": [(0,), (1,), (0, 1), (1, 0, 2)],
     "LIGHTER": [0.9, 1.0],
+    "FINER": [(), (0.2,), (0.05,), (0.1, 0.02)],
+    "WORTH": [0.0, 0.25, 0.5],
 }
-STREAMS = ((8, 131072, 60000, 8), (16, 65536, 300000, 16), (32, 65536, 60000, 8), (32, 65536, 200000, 16))
+STREAMS = (
+    (2, 131072, 60000, 2), (4, 131072, 200000, 4), (8, 131072, 60000, 8), (16, 65536, 300000, 16),
+    (32, 65536, 60000, 8), (32, 65536, 200000, 16),
+)  # fmt: skip
 """Ranks, tokens of each, median of documents, ranks that the longest has the tokens of."""
 BY_KEYS = CostModel("a KV row at 250 pairs", key=250.0)
 TOLERANCE = 0.02
@@ -124,21 +130,21 @@ def plan_spanning(layouts: list[Layout]) -> str:
                     answer.burden(problem, found.flows) / answer.burden(problem, at_home.flows),
                     found.flows.sent.sum() / at_home.flows.sent.sum(),
                     found.flows.received.max() / at_home.flows.received.max(),
+                    found.work.max() / at_home.work.max(),
                 )
             )
     seconds = time.perf_counter() - started
-    few, many = np.array(figures).reshape(2, -1, 3).mean(1)
-    shares = " | ".join(f"{share:.3f}" for share in (*few, *many))
+    few, many = np.array(figures).reshape(2, -1, 4).mean(1)
+    shares = " | ".join(f"{share:.4f}" for share in (*few, *many))
     return f"| {shares} | {seconds:.1f} |"
 
 
 def try_spanning(only: list[str] | None) -> None:
     """The table of documents over many ranks."""
     layouts = draw_streams()
-    print(
-        "| number | value | 8 KV heads: burden | bytes | hottest rank | 32: burden | bytes | hottest rank | seconds |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = [f"{heads}: burden | bytes | hottest rank | ends" for heads in ("8 KV heads", "32")]
+    print("| number | value |", " | ".join(heads), "| seconds |")
+    print("|---" * 11 + "|")
     print_trials(SPANNING_TRIALS, only, lambda: plan_spanning(layouts))
 
 

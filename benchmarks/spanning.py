@@ -35,6 +35,7 @@ from deepspeed_cad.profiles.profile import SHIPPED
 from deepspeed_cad.schedule import build_slices
 
 HERE = Path(__file__).parent
+EVEN = ("home, even", "home, more even")
 GIB, MILLION = 1 << 30, 1 << 20
 SHAPES = {
     "32 / 8": HeadShape(32, 8, 128, 128, 2),
@@ -89,15 +90,14 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
         for label, kept in (("home", -1), ("dealt out", 0), ("but the first rows", 1))
     }
     if most_ranks(problem) > 1:
-        for label, share in zip(("home, even", "home, more even"), FINER):
+        for label, share in zip(EVEN, FINER):
             starts[label] = solve(problem, Aim(share * problem.tolerance))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         starts["dealt out"] = also_on_two(problem)
     taken = next(label for label, found in starts.items() if np.array_equal(own_tasks(problem, found), plan.tasks))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         taken, starts = "home", {"home": starts["home"]}  # no document lies on two ranks
-    rare = ("but the first rows", "home, even", "home, more even")
-    shown = {label: found for label, found in starts.items() if label not in rare or label == taken}
+    shown = {label: found for label, found in starts.items() if label in ("home", "dealt out", taken)}
     return [row(name, f"**{label}**" if label == taken else label, problem, found) for label, found in shown.items()]
 
 

@@ -81,7 +81,7 @@ def best_start(problem: PlanInput, at_home: Solution) -> Solution:
 
 
 def _is_worth(problem: PlanInput, more: Solution, less: Solution) -> bool:
-    """Whether a plan ends so much sooner than another as it moves more. Inside a host transfers hide nearly always."""
+    """Whether a plan ends so much sooner than another as it moves more. Transfers count where they cross hosts."""
     end = slowest if len(np.unique(_hosts(problem))) > 1 else _attention
     ends = [end(problem, one) for one in (more, less)]
     moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (more, less)]
@@ -133,7 +133,8 @@ def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[
     """The best of plans that move less, where transfers of the even one take longer than attention hides, and notes.
     Never one that ends later than moving nothing."""
     best = Tried(even, slowest(problem, even))
-    share = constants.NARROWING if len(np.unique(_hosts(problem))) > 1 else 1.0  # inside one: what costs miss
+    # Within one host transfers hide nearly always; what is left of them is no more than what costs miss.
+    share = constants.NARROWING if len(np.unique(_hosts(problem))) > 1 else 1.0
     if best.finish > _attention(problem, even) * (1.0 + share * problem.tolerance):
         for units in ways(problem):
             # Another way must be clearly better: the first is the one that keeps each host even.
