@@ -208,7 +208,8 @@ measurement is added by putting the JSON of `train_step.py`, `fsdp2_step.py`, `p
 **Fitted, or a test.** The simulator's figures were found from runs until 22 November 2026, 09:03 (commit 7850fb0),
 or it was mended with them in view: these are marked "fitted", and agree by construction on average. Later runs are
 marked "test": no figure was found from them. Each run's first mode has a ratio of 1 by construction, which is left
-out.
+out. All runs are foreseen as they would be planned today. Those up to commit c81e1fe shared documents on several GPUs
+out less evenly, so CAD is foreseen up to 1.5 % faster there than they were planned.
 """
 
 

@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 
+import long_memory  # noqa: E402
 import steps  # noqa: E402
 from long_memory import MEASURED, PAGE, Measured, foreseen  # noqa: E402
 from rivals_table import kept_seconds  # noqa: E402
@@ -427,6 +428,12 @@ def test_what_a_whole_model_is_foreseen_to_hold(capsys: pytest.CaptureFixture[st
 def test_the_page_on_long_documents_has_these_tables(number: int) -> None:
     """`python benchmarks/long_memory.py --page` prints them."""
     assert PAGE[number]() in (ROOT / "docs" / "million-tokens.md").read_text()
+
+
+def test_the_arithmetic_takes_the_options_of_its_command(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", "long_memory.py --tokens 4096 --ranks 2 --layers 2".split())
+    long_memory.main()
+    assert "| 4,096 tokens on 2: GPU |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("run", MEASURED)

@@ -305,9 +305,10 @@ def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: l
 
 def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
     server = _Server(Split(2, 1, 2, place), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
-    server.worker, server._closed, opened = mock.Mock(), threading.Event(), mock.Mock()
-    for server.opened in (None, opened):
-        server._close()
+    server.worker, server._closed = mock.Mock(), threading.Event()
+    server._close()  # before it opened anything
+    opened = server.opened = mock.Mock()
+    server._close()
     assert server._closed.is_set() and server.worker.close.call_count == 2
     opened.transport.close.assert_called_once_with()
     opened.group.close.assert_called_once_with()
