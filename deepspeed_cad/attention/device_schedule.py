@@ -5,6 +5,7 @@ by all its layers.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -34,8 +35,17 @@ class Wave:
     """Own rows, in place, with keys that landed."""
     keys_overlap: bool
     """Whether these batches do not cover the key rows once each: their dK and dV add up, or some have none."""
-    group: Tensor
-    """[R] head group of every served query row."""
+    device: torch.device
+
+    @cached_property
+    def group(self) -> Tensor:
+        """[R] head group of every served query row: only sinks need it, and rows are millions."""
+        host = self.host
+        group = np.zeros(int(host.served_rows[host.rank, QUERY]), np.int64)
+        for table in (host.receives, host.own):
+            rows = table[table[:, KIND] == QUERY]
+            group[host.server_index(table, QUERY)] = np.repeat(rows[:, GROUP], rows[:, ROWS])
+        return upload(group, self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +124,7 @@ def upload_schedule(
 
 def _wave(part: Schedule, device: torch.device) -> Wave:
     served, half_local = _sequences(part.served, device), _sequences(part.half_local, device)
-    return Wave(part, served, half_local, _keys_not_once(part), upload(_served_groups(part), device))
+    return Wave(part, served, half_local, _keys_not_once(part), device)
 
 
 def _sequences(batches: tuple[Batch, ...], device: torch.device) -> Batches:
@@ -122,14 +132,6 @@ def _sequences(batches: tuple[Batch, ...], device: torch.device) -> Batches:
         return Sequences(b.cu_q, b.cu_k, upload(b.cu_q, device), upload(b.cu_k, device), b.max_q, b.max_k)
 
     return tuple((batch, of(batch)) for batch in batches)
-
-
-def _served_groups(schedule: Schedule) -> Ints:
-    group = np.zeros(int(schedule.served_rows[schedule.rank, QUERY]), np.int64)
-    for table in (schedule.receives, schedule.own):
-        rows = table[table[:, KIND] == QUERY]
-        group[schedule.server_index(table, QUERY)] = np.repeat(rows[:, GROUP], rows[:, ROWS])
-    return group
 
 
 def _keys_return_often(parts: tuple[Schedule, ...]) -> bool:

@@ -1,8 +1,8 @@
 """Rows that are taken out of tensors, and placed when they came back: written (O, LSE, dQ) or added in fp32 and rounded
 once (dK, dV).
 
-One Triton launch per field on a GPU, torch index operations elsewhere; both add in the same order. And `KindRows`:
-index tensors for transports that pack, made once per schedule.
+One Triton launch per field on a GPU, slices of tensors elsewhere; both add in the same order. And `KindRows`: index
+tensors for transports that pack, made once per schedule.
 """
 
 from __future__ import annotations
@@ -15,34 +15,59 @@ import torch
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.native_calls import Table
 from deepspeed_cad.exchange.transport import Outgoing
-from deepspeed_cad.schedule import HOME, SERVER, Schedule
+from deepspeed_cad.layout import Ints, expand
+from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KIND, ROWS, SERVER, SERVER_ROW, STAGE_ROW, Schedule
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where rows of one kind that came back belong at home, on the device."""
+    """Where rows of one kind that came back belong at home: pieces, runs of rows of one head group that are runs also
+    in all that they receive. On the device; rows are millions, pieces hundreds."""
 
-    target: torch.Tensor
-    """[targets]: row × groups + group, each once."""
-    begin: torch.Tensor
-    """[targets + 1]: the part of `source` that each target receives."""
-    source: torch.Tensor
-    """A row of the landing area where ≥ 0, else row −1 − source of the rank's own served tensor."""
+    ROWS_PER_PROGRAM = 16
+    pieces: torch.Tensor
+    """[pieces, 6]: first row at home, head group, rows; first and last (exclusive) of `sources`; programs before it."""
+    sources: torch.Tensor
+    """Where what a piece receives begins: a row of the landing area where ≥ 0, else row −1 − source of the rank's own
+    served tensor."""
+    programs: torch.Tensor
+    """The piece of which each program of a GPU places ROWS_PER_PROGRAM rows."""
     depth: int
-    """Most contributions that one target receives."""
+    """Most contributions that one row receives."""
+
+    @classmethod
+    def of(cls, runs: Ints, device: torch.device) -> Placement:
+        """`runs` ([n, 4]): first row at home, head group, rows and source of what came back; a row receives what it
+        receives in this order."""
+        row, group, rows, source = runs.T
+        far = int((row + rows).max(initial=1))
+        begin = group * far + row
+        edges = np.unique(np.concatenate([begin, begin + rows]))
+        first = np.searchsorted(edges, begin)
+        count = np.searchsorted(edges, begin + rows) - first
+        piece, run = expand(first, count), np.repeat(np.arange(len(runs)), count)
+        order = np.argsort(piece, kind="stable")
+        piece, run = piece[order], run[order]
+        ahead = edges[piece] - begin[run]
+        piece, at = np.unique(piece, return_index=True)
+        at = np.append(at, len(run))
+        sizes = edges[piece + 1] - edges[piece]
+        programs = -(-sizes // cls.ROWS_PER_PROGRAM)
+        pieces = [edges[piece] % far, edges[piece] // far, sizes, at[:-1], at[1:], np.cumsum(programs) - programs]
+        return cls(
+            upload(np.stack(pieces, axis=1), device),
+            upload(source[run] + np.where(source[run] < 0, -ahead, ahead), device),
+            upload(np.repeat(np.arange(len(sizes)), programs), device),
+            int(np.diff(at).max(initial=0)),
+        )
 
 
 def find_placement(schedule: Schedule, kind: int, device: torch.device) -> Placement:
-    """Every target once, with what it receives in a fixed order: landed rows in table order, then own rows."""
-    landed = schedule.home_index(schedule.sends, kind)
-    own = schedule.home_index(schedule.own, kind)
-    source = np.concatenate([np.arange(len(landed)), -1 - schedule.server_index(schedule.own, kind)])
-    index = np.concatenate([landed, own])
-    order = np.argsort(index, kind="stable")
-    target, first = np.unique(index[order], return_index=True)
-    begin = np.append(first, len(index)).astype(np.int64)
-    depth = int(np.diff(begin).max(initial=0))
-    return Placement(upload(target, device), upload(begin, device), upload(source[order], device), depth)
+    """What each row receives comes in a fixed order: landed rows in table order, then own rows."""
+    landed, own = (table[table[:, KIND] == kind] for table in (schedule.sends, schedule.own))
+    at_home = np.concatenate([landed, own])[:, [HOME_ROW, GROUP, ROWS]]
+    source = np.concatenate([landed[:, STAGE_ROW], -1 - own[:, SERVER_ROW]])
+    return Placement.of(np.column_stack([at_home, source]), device)
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -64,36 +89,29 @@ def place(placement: Placement, landed: torch.Tensor, served: torch.Tensor, home
             f"rows cannot be placed: home has strides {home.stride()} (the last must be 1), landed {landed.stride()} "
             f"and served {served.stride()} (both must be contiguous)"
         )
-    if not len(placement.target):
+    if not len(placement.pieces):
         return
     if not add and placement.depth > 1:
         raise CADError(f"{placement.depth} rows came back for one row of an output, which only one task may write")
     if home.is_cuda:
         from deepspeed_cad.exchange.placement_triton import place as kernel  # triton comes with torch for GPUs
     else:
-        kernel = _place_by_index
+        kernel = _place_by_slices
     kernel(placement, landed, served, home, add)
 
 
-def _place_by_index(
+def _place_by_slices(
     placement: Placement, landed: torch.Tensor, served: torch.Tensor, home: torch.Tensor, add: bool
 ) -> None:
-    groups = home.shape[1]
-    target, begin, source = placement.target, placement.begin, placement.source
-    count = begin[1:] - begin[:-1]
     wide = torch.float64 if home.dtype == torch.float64 else torch.float32
-    row, group = target // groups, target % groups
-    total = (
-        home[row, group].to(wide) if add else torch.zeros(len(target), home.shape[2], dtype=wide, device=home.device)
-    )
-    for step in range(placement.depth):
-        position = torch.nonzero(count > step).squeeze(1)
-        taken = source[begin[:-1][position] + step]
-        is_own = taken < 0
-        for part, rows in ((~is_own, landed), (is_own, served)):
-            chosen = taken[part]
-            total[position[part]] += rows[torch.where(chosen < 0, -1 - chosen, chosen)].to(wide)
-    home[row, group] = total.to(home.dtype)
+    sources = placement.sources.tolist()
+    for row, group, rows, first, last, _ in placement.pieces.tolist():
+        piece = home[row : row + rows, group]
+        total = piece.to(wide) if add else torch.zeros_like(piece, dtype=wide)
+        for source in sources[first:last]:
+            whole, begin = (landed, source) if source >= 0 else (served, -1 - source)
+            total += whole[begin : begin + rows]
+        piece.copy_(total)
 
 
 @dataclass(frozen=True, eq=False)

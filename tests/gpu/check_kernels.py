@@ -166,30 +166,27 @@ def check_large(place: Place, kernel: Kernel) -> Found:
     home = tensors[0].unflatten(1, (8, -1)).flatten(2)
     last = torch.arange(rows * 8 - 3, rows * 8, device=place.device)
     came = torch.randn(3, home.shape[2], device=place.device).to(place.dtype)
-    placement = Placement(last, torch.arange(4, device=place.device), torch.arange(3, device=place.device), 1)
-    bring(placement, came, came[:0], home, False)
+    runs = np.array([[rows - 1, 5 + number, 1, number] for number in range(3)])
+    bring(Placement.of(runs, place.device), came, came[:0], home, False)
     placed = torch.equal(home[-1, -3:], came) and torch.equal(take(home, last), came)
     size = f"{rows * 32 * 128 / 2**31:.3f} × 2^31 elements"
     return max(apart) < 1e-2 and placed, f"{size}; apart by {max(apart):.2g}; rows {'' if placed else 'not '}placed"
 
 
 def check_placed(place: Place, wide: torch.dtype) -> Found:
-    """Rows that are added to sums of another type than theirs, several for one target: as index operations on a CPU."""
+    """Rows that are added to sums of another type than theirs, several for one row at home: as slices on a CPU."""
     rng = np.random.default_rng(2)
     rows, groups, width = 300, 3, 96
-    count = rng.integers(1, 4, 500)
-    begin = np.append(0, np.cumsum(count))
-    target = rng.choice(rows * groups, 500, replace=False)
-    source = rng.permutation(np.concatenate([np.arange(900), -1 - np.arange(900)]))[: begin[-1]]
-    tables = [torch.from_numpy(x) for x in (target, begin, source)]
+    length, row, group = rng.integers(1, 80, 40), rng.integers(0, 220, 40), rng.integers(0, groups, 40)
+    source = rng.integers(0, 820, 40)
+    runs = np.stack([row, group, length, np.where(rng.random(40) < 0.5, source, -1 - source)], axis=1)
     landed, served = (torch.randn(count, width).to(place.dtype) for count in (900, 900))
     home = torch.randn(rows, groups, width + 8).to(wide)[..., :width]
     found = []
     for device in (place.device, torch.device("cpu")):
         # A view with gaps, as the gradient of K in a tensor with others.
         sums = torch.empty(rows, groups, width + 8, device=device, dtype=wide)[..., :width].copy_(home)
-        placement = Placement(*(x.to(device) for x in tables), 3)
-        bring(placement, landed.to(device), served.to(device), sums, True)
+        bring(Placement.of(runs, device), landed.to(device), served.to(device), sums, True)
         found.append(sums.double().cpu())
     apart = float((found[0] - found[1]).abs().max())
     return apart <= (1e-5 if wide == torch.float32 else 2**-5), f"apart by {apart:.2g}"

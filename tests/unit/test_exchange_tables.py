@@ -50,12 +50,34 @@ def calls() -> CudaCalls:
 
 def test_sums_are_rounded_once(calls: CudaCalls) -> None:
     """256 contributions of 1 to 256 in bf16: adding one after the other in bf16 would stay at 256."""
-    placement = Placement(torch.tensor([1]), torch.tensor([0, 256]), torch.arange(256), 256)
+    placement = Placement.of(np.array([[0, 1, 1, source] for source in range(256)]), CPU)
     home = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
     home[0, 1] = 256
     landed = torch.ones(256, 4, dtype=torch.bfloat16)
     place(placement, landed, landed[:0], home, add=True)
     assert home[0, 1].tolist() == [512.0] * 4 and home[0, 0].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_runs_are_placed_row_by_row_wherever_they_overlap(add: bool) -> None:
+    random = np.random.default_rng(0)
+    row, group, rows, source = (random.integers(0, most, 60) for most in (100, 3, 30, 170))
+    runs = np.stack([row, group, rows + 1, np.where(random.random(60) < 0.5, source, -1 - source)], axis=1)
+    if not add:  # each row at home once
+        runs = runs[::20] * [0, 0, 1, 1] + np.array([[0, 0, 0, 0], [0, 1, 0, 0], [40, 1, 0, 0]])
+    landed, served = torch.rand(200, 4, dtype=torch.float64), torch.rand(200, 4, dtype=torch.float64)
+    found = torch.rand(130, 3, 6, dtype=torch.float64)[..., 1:5]
+    expected = found.clone()
+    for row, group, rows, source in runs.tolist():
+        for step in range(rows):
+            came = landed[source + step] if source >= 0 else served[-1 - source + step]
+            expected[row + step, group] = came + (expected[row + step, group] if add else 0)
+    placement = Placement.of(runs, CPU)
+    place(placement, landed, served, found, add)
+    assert torch.equal(found, expected)
+    programs = -(-placement.pieces[:, 2] // Placement.ROWS_PER_PROGRAM)
+    assert torch.equal(placement.programs, torch.repeat_interleave(programs))
+    assert torch.equal(placement.pieces[:, 5], programs.cumsum(0) - programs)
 
 
 def test_waits_compare_with_wrap_around_and_errors_have_the_drivers_text(calls: CudaCalls) -> None:

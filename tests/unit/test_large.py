@@ -92,11 +92,11 @@ def test_rows_are_packed_and_placed_beyond_2_to_the_31() -> None:
     rows, groups, width, stride = 5, 1, 4, 1 << 29
     storage = torch.empty((rows - 1) * stride + width, dtype=torch.uint8)
     home = storage.as_strided((rows, groups, width), (stride, width, 1))
-    target, begin = torch.tensor([4]), torch.tensor([0, 1])
-    place(Placement(target, begin, torch.tensor([0]), 1), torch.full((1, width), 9, dtype=torch.uint8),
-          torch.empty(0, width, dtype=torch.uint8), home, False)  # fmt: skip
+    placement = Placement.of(np.array([[4, 0, 1, 0]]), torch.device("cpu"))
+    landed = torch.full((1, width), 9, dtype=torch.uint8)
+    place(placement, landed, landed[:0], home, False)
     assert storage[-width:].tolist() == [9] * width
-    assert take(home, target).tolist() == [[9] * width]
+    assert take(home, torch.tensor([4])).tolist() == [[9] * width]
 
 
 def test_batches_end_where_kernels_can_count_no_further() -> None:
