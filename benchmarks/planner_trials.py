@@ -61,7 +61,6 @@ SPANNING_TRIALS: dict[str, list[Any]] = {
     "READ_FROM": [2, 4, 6],
     "HELP": [0.3, 0.5, 1.0],
     "KEPT": [(0,), (1,), (0, 1), (1, 0, 2)],
-    "LIGHTER": [0.9, 1.0],
     "FINER": [(), (0.2,), (0.05,), (0.1, 0.02)],
     "WORTH": [0.0, 0.25, 0.5],
 }
@@ -124,7 +123,7 @@ def plan_spanning(layouts: list[Layout]) -> str:
         for layout in layouts:
             problem = PlanInput(layout.tick(), shape, BY_KEYS)
             at_home = solve(problem, Aim(problem.tolerance))
-            found = answer.best_start(problem, at_home)
+            found = answer.best_start(problem)
             figures.append(
                 (
                     answer.burden(problem, found.flows) / answer.burden(problem, at_home.flows),

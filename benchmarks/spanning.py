@@ -7,7 +7,7 @@ Bytes are those of one layer in bf16, in GiB. Forward: Q, K and V to servers, O 
 dK and dV back. What lands is what a rank needs room for at once if it does not go in waves: dO and Q of the rows of
 others that it serves, K and V of all that is read for that, its own among them; and dQ, dK and dV that come back
 (backward needs more of both). Costs are those of the shipped profile of FlashAttention-4, the tolerance is 0.05, a
-fifth of it for "home, even", a twentieth for "home, more even".
+fifth of it for "even", a twentieth for "more even".
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from deepspeed_cad.profiles.profile import SHIPPED
 from deepspeed_cad.schedule import build_slices
 
 HERE = Path(__file__).parent
-EVEN = ("home, even", "home, more even")
+STARTS = {"home": -1, "dealt out": 0, "but the first rows": 1}
+EVEN = ("even", "more even")
 GIB, MILLION = 1 << 30, 1 << 20
 SHAPES = {
     "32 / 8": HeadShape(32, 8, 128, 128, 2),
@@ -85,13 +86,11 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
     cost = Profile.load(SHIPPED / "h200_flash_attn_4.json").cost_for(shape)
     problem = PlanInput(layout.tick(), shape, cost)
     plan: Plan = make_plan(problem)
-    starts = {
-        label: solve(problem, Aim(problem.tolerance, kept=kept))
-        for label, kept in (("home", -1), ("dealt out", 0), ("but the first rows", 1))
-    }
+    starts = {label: solve(problem, Aim(problem.tolerance, kept=kept)) for label, kept in STARTS.items()}
     if most_ranks(problem) > 1:
         for label, share in zip(EVEN, FINER):
-            starts[label] = solve(problem, Aim(share * problem.tolerance))
+            for start, kept in STARTS.items():
+                starts[f"{start}, {label}"] = solve(problem, Aim(share * problem.tolerance, kept=kept))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         starts["dealt out"] = also_on_two(problem)
     taken = next(label for label, found in starts.items() if np.array_equal(own_tasks(problem, found), plan.tasks))

@@ -23,7 +23,7 @@ def make_plan(problem: PlanInput) -> Plan:
     """Make a plan. Raises CADConfigError for impossible input, CADError where the compiled library is missing."""
     started = time.perf_counter()
     check_input(problem)
-    found = best_start(problem, solve(problem, Aim(problem.tolerance)))
+    found = best_start(problem)
     notes: tuple[str, ...] = ()
     if problem.cost.byte_inside > 0 or problem.cost.byte_between > 0:
         found, notes = hide_transfers(problem, found)
@@ -61,29 +61,29 @@ def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
     )
 
 
-def best_start(problem: PlanInput, at_home: Solution) -> Solution:
-    """`at_home`, the plan that starts there, or a better one. Dealing out moves Q and O of most rows, and K and V of a
-    document once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it."""
-    if (ranks := most_ranks(problem)) < 2:
-        return at_home
-    kept = constants.KEPT if ranks >= constants.READ_FROM and problem.shape.groups > 1 else ()
-    plans = [at_home, *(solve(problem, Aim(problem.tolerance, kept=count)) for count in kept)]
+def best_start(problem: PlanInput) -> Solution:
+    """The plan that starts at home, or a better one. Dealing out moves Q and O of most rows, and K and V of a document
+    once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it."""
+    starts = [-1]
+    if (ranks := most_ranks(problem)) >= constants.READ_FROM and problem.shape.groups > 1:
+        starts += constants.KEPT
+    plans = [solve(problem, Aim(problem.tolerance, kept=start)) for start in starts]
+    if ranks < 2:
+        return plans[0]
     ends = [_end_of(problem, plan) for plan in plans]
-    alike = [plan for plan, end in zip(plans, ends) if end <= min(ends) * (1.0 + constants.BAND * problem.tolerance)]
-    best, least = alike[0], burden(problem, alike[0].flows)
-    for plan in alike[1:]:
-        if (found := burden(problem, plan.flows)) < least * constants.LIGHTER:
-            best, least = plan, found
+    latest = min(ends) * (1.0 + constants.BAND * problem.tolerance)
+    burdens = [burden(problem, plan.flows) if end <= latest else np.inf for plan, end in zip(plans, ends)]
+    chosen = int(np.argmin(burdens))
+    best = plans[chosen]
     for share in constants.FINER[: 1 if problem.tick.ranks > constants.MANY_RANKS else 2]:
-        even = solve(problem, Aim(share * problem.tolerance))
+        even = solve(problem, Aim(share * problem.tolerance, kept=starts[chosen]))
         best = even if _is_worth(problem, even, best) else best
     return best
 
 
 def _is_worth(problem: PlanInput, more: Solution, less: Solution) -> bool:
-    """Whether a plan ends so much sooner than another as it moves more. Transfers count where they cross hosts."""
-    end = slowest if len(np.unique(_hosts(problem))) > 1 else _attention
-    ends = [end(problem, one) for one in (more, less)]
+    """Whether a plan ends so much sooner than another as it moves more."""
+    ends = [slowest(problem, one) for one in (more, less)]
     moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (more, less)]
     return 1.0 - ends[0] / ends[1] > constants.WORTH * (moved[0] / moved[1] - 1.0)
 
