@@ -52,8 +52,6 @@ def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-# How a process ends
-
 ENDS = {
     "returns": ("", "main"), "sys.exit(0)": ("sys.exit(0)", "main"), "os._exit(0)": ("os._exit(0)", "main"),
     "a child returns": ("", "child"), "a fork calls os._exit(0)": ("os._exit(0)", "fork"),
@@ -111,9 +109,6 @@ def test_a_python_without_the_hook_warns(tmp_path) -> None:
     (tmp_path / "script.py").write_text("")
     done = _run(tmp_path, "-S", "-m", "deepspeed_cad.run", "script.py")
     assert done.returncode == 0 and "the installed hook is not active" in done.stderr
-
-
-# Real launchers
 
 
 TRL = "import sys\nfrom trl.cli import main\nsys.exit(main())\n"  # as pip writes the command

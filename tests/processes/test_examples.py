@@ -60,8 +60,6 @@ def test_command(tmp_path, command: str) -> None:
     assert int(parameters) > 50_000 and attention != "cad"
 
 
-# A document of all ranks
-
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 
 

@@ -132,9 +132,6 @@ def test_ranks_that_divide_heads(workers: WorkerPool, by: str) -> None:
     assert sum(workers.run(_divided, 4, by)) > 0
 
 
-# In a model
-
-
 def _straight(layer: torch.nn.Module, *given: Any, use_reentrant: bool) -> Any:
     return layer(*given)
 
@@ -237,9 +234,6 @@ def _evaluate(rank: int, world: int) -> tuple[int, int]:
 
 def test_evaluation(workers: WorkerPool) -> None:
     assert workers.run(_evaluate, 2) == [(0, 1)] * 2
-
-
-# Mistakes
 
 
 def make(*shape: int) -> torch.Tensor:

@@ -25,8 +25,6 @@ def test_nothing_grows(workers: WorkerPool) -> None:
         assert not grown(samples), (rank, grown(samples))
 
 
-# That they see what they are for
-
 SMALL = Case(5, batches=(2, 2), block={"granularity": 16, "tolerance": 0.02}, longest=120, gradients=1)
 
 

@@ -32,9 +32,6 @@ def _reason(model: torch.nn.Module) -> str:
     return deepspeed_cad.current_session().find_binding(model).in_turn
 
 
-# The order of exchanges
-
-
 def _note(transport: Any, events: list[str]) -> None:
     """Note what starts and what is waited for."""
 
@@ -112,9 +109,6 @@ def _checkpointed(rank: int, world: int) -> str:
 @pytest.mark.slow
 def test_selective_checkpointing(workers: WorkerPool) -> None:
     assert workers.run(_checkpointed, 3) == [""] * 3
-
-
-# What models return
 
 
 def _with_a_number(rank: int, world: int) -> str:

@@ -18,8 +18,6 @@ import deepspeed_cad
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles.profile import Profile, ShapeCost
 
-# Linear layers beside servers
-
 UNEVEN = [[400], [40, 130, 9, 1, 120]]
 """A document of one trainer is the whole micro-batch: the cut lies inside."""
 STEPS = 5
@@ -61,8 +59,6 @@ def test_trainers_attend_nothing_where_linear_layers_take_longer(workers: Worker
         last = result["loads"][-1]
         assert sum(last[:2]) < 1e-3 * sum(last)
 
-
-# Waves
 
 LENGTHS = [[420, 3, 39], [60, 1, 230, 37], []]
 KIB = 2**-20

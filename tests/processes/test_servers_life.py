@@ -57,9 +57,6 @@ def test_a_server_without_memory_ends_all_with_the_same_words(job: Job) -> None:
         assert "Tried to allocate 2.00 GiB. Reserve more servers" in job.said(name), job.said(name)
 
 
-# Trainers that go on
-
-
 def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     job.serve("first")
     job.launch_all(2, "until", "9", block=GOES_ON)

@@ -173,9 +173,6 @@ def test_a_ppo_step(workers: WorkerPool, world: int, block: dict[str, Any], how:
             assert one["logged"]["cad/forward_only_max_over_mean"] <= 1.05
 
 
-# Modes and models that differ
-
-
 def _apart(rank: int, world: int, how: str) -> None:
     models = _models()
     for model in models.values():

@@ -106,9 +106,6 @@ def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 waits for the other ranks' document lengths at the forward number 3" in errors[1]
 
 
-# What this rank knows of itself
-
-
 def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_room, "GRACE_S", 0.0)
     worker, may_end = Worker(timeout_s=0.1), threading.Event()
@@ -173,9 +170,6 @@ def test_a_board_that_does_not_answer_ends_waits() -> None:
     board.report("stopped")
     assert "the host that holds it" in str(board.explain("an exchange", RuntimeError("timed out")))
     lost.alive.set()
-
-
-# Waits
 
 
 @pytest.fixture()

@@ -108,9 +108,6 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rates[0] > rates[1] > rates[2] and found[0]["moved_bytes"] > found[2]["moved_bytes"] > 0
 
 
-# Training steps
-
-
 def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["long-mix", "--ranks", "16", "--steps", "2", "--link-between", "25", "--json"]
     assert main(["plan", *words]) == 0

@@ -71,9 +71,6 @@ def test_own_rows_in_place_are_exact_and_kept_once(waves: int, window: int | Non
     assert max(ranks.errors(outputs).values()) < 1e-12
 
 
-# Which batches of a schedule run when
-
-
 def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
     return [(one.q_rows, one.group_begin, one.group_end) for one in batches]
 

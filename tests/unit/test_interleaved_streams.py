@@ -219,9 +219,6 @@ def test_who_serves_nothing_waits_for_no_dispatch_before_its_tasks() -> None:
     assert on_streams("messages", one, True, serves=True) > 1.05 * simulated(one, True)
 
 
-# What plans take for hidden
-
-
 SERVER = np.array([False, True])
 SHAPE = HeadShape(8, 2, 64, 64, 2)
 

@@ -118,9 +118,6 @@ def test_checkpointed_regions_that_overlap(early_stop: bool) -> None:
         assert torch.equal(found, expected)
 
 
-# Cut and joined
-
-
 CUTS = [RowCut(1, 10, 3), RowCut(1, 10, 0), RowCut(1, 10, 10), RowCut(4, 10, 30), RowCut(4, 10, 0), RowCut(2, 2, 2)]
 
 
@@ -184,9 +181,6 @@ def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at
         assert one is other is x
     else:
         assert one.shape[dim] == at and torch.equal(torch.cat([one, other], dim), x)
-
-
-# Whether a decoder can run twice
 
 
 def _shard(decoder: torch.nn.Module) -> None:

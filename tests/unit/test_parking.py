@@ -95,9 +95,6 @@ def test_a_change_in_place_is_an_error(when: str) -> None:
         lot.settle() if when == "before it left" else parcel.take()
 
 
-# Host memory
-
-
 def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     lot = parking()
     lot.park([numbers(BLOCK)], LABEL)
@@ -132,9 +129,6 @@ def test_available_host_memory(files: dict[str, str], expected: int | None, tmp_
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_host_memory(tmp_path) == expected
-
-
-# Streams
 
 
 @pytest.fixture
@@ -176,9 +170,6 @@ def test_order_of_copies_and_work(clocks: tuple[Parking, Stream, Stream]) -> Non
     assert not training.is_after(side), "the host or the training stream waits too early"
     first.take()
     assert training.is_after(side), "a tensor is read before it arrived"
-
-
-# Layers
 
 
 def offloaded(*given: Any) -> torch.Tensor:

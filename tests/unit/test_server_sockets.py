@@ -147,9 +147,6 @@ def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
         served.exception(10)
 
 
-# Where a server listens
-
-
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts: this one, whose own name leads to loopback, and another one."""
@@ -183,9 +180,6 @@ def test_the_interface_that_leads_to_the_rendezvous(network: None, targets: list
         return
     with pytest.raises(CADPeerError, match=f"to {', '.join(targets)}, other than loopback: set"):
         sockets.find_interface(*targets)
-
-
-# Frames
 
 
 @pytest.fixture
@@ -247,9 +241,6 @@ def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
     gc.collect()
     leader.tell({"do": OPEN})
     assert sorted(heads[-2]["turns"]) == [0, 2]
-
-
-# Both ends
 
 
 SILENT_S = 0.4

@@ -91,9 +91,6 @@ def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, k
         Rendezvous(Split(2, 1, 2, place), 20.0).meet(Hello.of(Split(2, 1, 2, place), CONFIG))
 
 
-# Servers of another launch
-
-
 def _offer(place: str, **changes: Any) -> None:
     role = Split(2, 1, 0, place)
     meetings.offer_places(Rendezvous(role, 20.0), replace(Hello.of(role, JOINED), **changes))
@@ -130,9 +127,6 @@ def test_a_newcomer_that_dies_on_its_way_hides_nobody(place: str, does: tuple[st
         dies.knock(Hello.of(dies.split, CONFIG))
     lives.knock(Hello.of(lives.split, CONFIG))
     assert sorted(Rendezvous(Split(2, 1, 0, place), 20.0).who_came()) == ([3, 4] if "append" in does else [4])
-
-
-# The script's own world
 
 
 @pytest.fixture

@@ -48,9 +48,6 @@ def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, *
     return Setting(MODEL, Cluster(ranks, per_host, figures or machine()), COST, **changes)
 
 
-# Links
-
-
 def test_collectives_on_one_host_and_on_several() -> None:
     own = machine(collective=100.0, between=10.0, all_to_all=50.0, latency=0.0)
     here, two = Cluster(4, 4, own), Cluster(8, 4, own)
@@ -65,9 +62,6 @@ def test_collectives_on_one_host_and_on_several() -> None:
     measured = Cluster(8, 4, own, collective_between=20.0)
     assert measured.all_to_all(800.0, 8) == pytest.approx(800 * 4 / 8 / 20 + 800 * 7 / 8 / 100)
     assert two.shares(8) == (3 / 8, 4 / 8)
-
-
-# Work
 
 
 def test_layers_that_carry_state_are_as_measured() -> None:
@@ -130,9 +124,6 @@ def test_a_pass_that_is_a_forward_alone_is_planned_as_one() -> None:
     assert asked.cost.key == 0 < asked.cost.pair < whole.cost.pair == COST.pair
 
 
-# Exchanges
-
-
 @pytest.mark.parametrize(
     "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
 )
@@ -183,9 +174,6 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     assert ends(waves=8, passes=3)[0] == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
 
 
-# Who waits for whom
-
-
 @pytest.mark.parametrize(("sharding", "waits"), [("zero1", False), ("zero2", True), ("zero3", True), ("fsdp", True)])
 def test_micro_batches_make_up_for_each_other_only_where_ranks_meet_at_the_end(sharding: Any, waits: bool) -> None:
     rows = [[16384], [1024] * 16]
@@ -203,9 +191,6 @@ def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: f
     assert weight_seconds(own, 3, *slow, 16) == pytest.approx(3 * first)
     late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
     assert weight_seconds(own, 3, *fast, 16) == pytest.approx(3 * (late + first))
-
-
-# CAD
 
 
 def test_as_many_servers_as_have_equally_much_to_do() -> None:
@@ -229,9 +214,6 @@ def test_rows_that_are_not_equally_full_get_whole_layers_made_even(monkeypatch: 
     # Head and loss are no part of a layer.
     loss = own.work.loss * (65536 - 39322) / 2
     assert found.seconds.total - loss < 1.04 * even < attention_alone.seconds.total / 1.1
-
-
-# Memory
 
 
 def test_state_is_sharded_as_the_stage_says() -> None:
@@ -270,9 +252,6 @@ def test_logits_of_the_loss_of_transformers() -> None:
     large = replace(own, model=replace(MODEL, vocabulary=500_000))
     saved = 2 * MODEL.hidden * MODEL.layers
     assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + WHOLE_LOGITS * 500_000))
-
-
-# Settings
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -322,9 +301,6 @@ def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
     assert state_bytes(own, own.seats) == pytest.approx(state_bytes(alone, alone.seats))
     assert weight_seconds(own, 1, 0.0, 0.0, own.seats) == weight_seconds(alone, 1, 0.0, 0.0, alone.seats)
     assert own.kind_of_run("cad") != alone.kind_of_run("cad")
-
-
-# Machines and distributions
 
 
 @pytest.mark.parametrize("like, change, words", [

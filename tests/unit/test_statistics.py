@@ -143,9 +143,6 @@ def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capf
     assert capfd.readouterr().err == ("" if shown else "deepspeed_cad: 100 % of it\n")
 
 
-# Keys that do nothing where they are set
-
-
 SERVERS = {"servers": {"reserved": 1}}
 
 
