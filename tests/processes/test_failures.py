@@ -49,9 +49,7 @@ def _wrong(rank: int, world: int, what: str) -> None:
         object.__setattr__(made, "tasks", made.tasks[::-1].copy())
         return made
 
-    patches = {
-        "version": (gather, "__version__", "0.0.1"), "plan": (plan, "make_plan", swapped),
-    }  # fmt: skip
+    patches = {"version": (gather, "__version__", "0.0.1"), "plan": (plan, "make_plan", swapped)}
     with mock.patch.object(*patches[what]) if differs and what in patches else nullcontext():
         deepspeed_cad.apply(model, block)
         if what == "announced":

@@ -29,7 +29,6 @@ UNEVEN = [[90], [30, 7, 1, 52], [20, 20, 50], [3, 87]]
 SPANNING = [[90], [40, 50], [70, 20], [90]]
 """Likewise; the first of every rank but 0 goes on with the last of the rank before."""
 
-
 OPTIONS: list[tuple[int, int, int, int, dict[str, Any]]] = [
     (8, 4, 16, 16, {}),
     (8, 1, 16, 16, {}),

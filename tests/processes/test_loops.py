@@ -98,8 +98,6 @@ PIPELINES = {
     "four stages, two replicas": loop(8, stages=4, accumulation=6, evaluate=1),
     "latent attention": loop(stages=2, model="deepseek_v3", accumulation=9),
 }
-
-
 SELDOM |= {name: SLOW if i < 4 else LONG for i, name in enumerate(PIPELINES) if i > 1}
 
 
@@ -137,8 +135,6 @@ DEATHS = {
     "in flight": dying("return", 3, **IN_FLIGHT), "backward in flight": dying("backward return", 0, **IN_FLIGHT),
     "windows and sinks": dying("backward dispatch served", model="gpt_oss"),
 }  # fmt: skip
-
-
 SELDOM |= dict.fromkeys(list(DEATHS)[::2], LONG)
 
 

@@ -25,8 +25,6 @@ import pipeline_picture
 
 BLOCK = {"cost": "pairs", "granularity": 2}
 COUNT = 3
-
-
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
     # Sinks, windows in every other layer, and experts.

@@ -139,9 +139,7 @@ def _zero(rank: int, world: int, stage: int, accumulation: int) -> dict[str, Any
     alone = training.alone(reference, docs)[0] / (sum(map(len, docs)) - len(docs))
     config = engine_config(stage, gradient_accumulation_steps=accumulation)
     found: dict[str, Any] = {}
-    for name, block, single in (
-        ("plain", {}, True), ("cad", {"cad": BLOCK}, True), ("packed", {"cad": BLOCK}, False)
-    ):  # fmt: skip
+    for name, block, single in (("plain", {}, True), ("cad", {"cad": BLOCK}, True), ("packed", {"cad": BLOCK}, False)):
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
         found[name] = _engine(rank, config | block, single)
         session = deepspeed_cad.current_session()

@@ -62,8 +62,7 @@ class Seeing:
 
 
 MODELS: tuple[Seeing, ...] = (
-    Seeing("qwen2_5_vl", NARROW, {**EYE, "fullatt_block_indexes": [1], "window_size": 16},
-           axes=True, fast=True),
+    Seeing("qwen2_5_vl", NARROW, {**EYE, "fullatt_block_indexes": [1], "window_size": 16}, axes=True, fast=True),
     Seeing("qwen2_vl", NARROW, {
         "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4,
     }, axes=True),

@@ -177,8 +177,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "three axes of a mask": ({"attention_mask": BLOCKS[0]}, "two and of four axes"),
     "a mask for each kind of layer": ({"attention_mask": {"full_attention": BLOCKS}}, "a dict"),
 }  # fmt: skip
-
-
 SEEN = torch.stack([(ON % 8).clamp(max=3), ON % 8, ON % 8])
 """Positions of two documents of 8 tokens whose last four are a row of an image."""
 

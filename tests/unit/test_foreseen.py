@@ -10,8 +10,6 @@ import pytest
 from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 MODULE = load_script("benchmarks/foreseen.py")
 FILES = sorted(
     path.relative_to(ROOT / "benchmarks" / "results").as_posix()

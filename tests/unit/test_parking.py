@@ -113,12 +113,7 @@ GROUP = "sys/fs/cgroup/memory"
     (HOST, 800 << 10),
     ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
     (
-        {
-            **HOST,
-            f"{GROUP}.max": "5000\n",
-            f"{GROUP}.current": "4500\n",
-            f"{GROUP}.stat": "a 1\ninactive_file 300\n",
-        },
+        {**HOST, f"{GROUP}.max": "5000\n", f"{GROUP}.current": "4500\n", f"{GROUP}.stat": "a 1\ninactive_file 300\n"},
         800,
     ),
     ({f"{GROUP}/memory.limit_in_bytes": "900\n", f"{GROUP}/memory.usage_in_bytes": "100\n"}, 800),

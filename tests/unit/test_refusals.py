@@ -74,14 +74,8 @@ def _change(part: Any, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("change, said", [
-    (
-        lambda model: _change(model.config, attention_dropout=0.0),
-        r"layers\.0\.self_attn\.attention_dropout is 0\.1",
-    ),
-    (
-        lambda model: _change(model.config, vision_config={"a": 4}),
-        "vision_config: models of several modalities.*text",
-    ),
+    (lambda model: _change(model.config, attention_dropout=0.0), r"layers\.0\.self_attn\.attention_dropout is 0\.1"),
+    (lambda model: _change(model.config, vision_config={"a": 4}), "vision_config: models of several modalities.*text"),
     (lambda model: _change(model.config, is_encoder_decoder=True), "is_encoder_decoder is True"),
     (
         lambda model: _change(model.model.layers[1], self_attn=model.model.layers[0].self_attn),
