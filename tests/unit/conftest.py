@@ -1,10 +1,11 @@
-"""What a unit test opened ends with it, and events of stand-ins are asked as they are."""
+"""What a unit test opened ends with it, events of stand-ins are asked as they are, slow machines tell no progress."""
 
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from deepspeed_cad.cli import progress
 from deepspeed_cad.exchange import nccl, waits
 from deepspeed_cad.exchange.failure import identity, watchdog
 from deepspeed_cad.feedback import non_attention
@@ -15,6 +16,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No session stays, whoever opened it."""
     for room in (identity, nccl, non_attention, waits, watchdog):
         monkeypatch.setattr(room, "is_over", lambda event: event.query())  # no driver knows it
+    monkeypatch.setattr(progress, "QUIET", 1e6)
     yield
     if "deepspeed_cad.session" in sys.modules:
         sys.modules["deepspeed_cad.session"].close_session()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_cad.cli import main, progress
+from deepspeed_cad.cli import main
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import BATCH, _count_documents
 from deepspeed_cad.errors import CADUnsupportedError
@@ -22,12 +22,6 @@ transformers = pytest.importorskip("transformers")
 
 LENGTHS = [9, 40, 3, 17, 64, 5, 30, 22]
 ROWS = [{"id": number, "text": "w " * length} for number, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No progress on a machine that is slow."""
-    monkeypatch.setattr(progress, "QUIET", 1e6)
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,6 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No progress on a machine that is slow."""
-    monkeypatch.setattr(progress, "QUIET", 1e6)
-
-
 def plan(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
     """Exit code and all that was said."""
     code = main(["plan", *map(str, words)])
