@@ -10,7 +10,7 @@ import torch
 import training
 from model_cases import tiny_model
 from pool import WorkerPool
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import LlamaModel
 
 import deepspeed_cad
@@ -89,18 +89,10 @@ def test_one_part_is_on_its_way_while_the_other_has_its_linear_layers(workers: W
 # Checkpointing that a line of test_loops.py cannot say
 
 
-def _selective() -> Any:
-    keep = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    return create_selective_checkpoint_contexts(
-        lambda context, operation, *args, **kwargs: (
-            CheckpointPolicy.MUST_SAVE if operation in keep else CheckpointPolicy.PREFER_RECOMPUTE
-        )
-    )
-
-
 def _checkpointed(rank: int, world: int) -> str:
-    model = _apply(training.tiny_llama())
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _selective})
+    model, kept = _apply(training.tiny_llama()), [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    selective = functools.partial(create_selective_checkpoint_contexts, kept)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
     for step in range(2):
         training.step_as_alone(model, training.tiny_llama(), training.documents(LENGTHS[step][rank], seed=rank))
     return _reason(model)

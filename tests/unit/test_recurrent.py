@@ -14,6 +14,7 @@ from deepspeed_cad.integrations.recurrent import Ways, _Call, _run
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import DELTA, FP32, MAMBA, NEW, family, known_kind, tiny_config
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import deepspeed_cad
@@ -157,17 +158,11 @@ def test_padding_is_as_without_cad(kind: str, side: str) -> None:
     assert difference(_apply(model)(**batch).logits[real], expected) < (FP32 if side == "left" else 1e-12)
 
 
-def _selective() -> Any:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.convolution.default]
-    return create_selective_checkpoint_contexts(kept)
-
-
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten.convolution.default]
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "reentrant": {"use_reentrant": True},
     "plain": {"use_reentrant": False},
-    "selective": {"use_reentrant": False, "context_fn": _selective},
+    "selective": {"use_reentrant": False, "context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)},
 }
 
 
