@@ -82,7 +82,6 @@ def test_a_bad_command_line(started, tmp_path, monkeypatch, capsys, main: Any, w
 def started(monkeypatch) -> list[list[str]]:
     """What accelerate-cad would have become; the environment is put back afterwards."""
     words: list[list[str]] = []
-    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setitem(sys.modules, "_deepspeed_cad_autoload", hook)
     monkeypatch.setattr(os, "execv", lambda program, all_words: words.append(all_words))
     return words

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,9 +47,8 @@ def test_who_never_reads_ahead_is_told_once() -> None:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    opened = Session(CADConfig.from_dict(BLOCK), torch.device("cpu"))
-    yield opened
-    opened.close()
+    with closing(Session(CADConfig.from_dict(BLOCK), torch.device("cpu"))) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("window", [None, 512])
@@ -103,11 +103,8 @@ def test_ranks_compare_costs_and_configuration(session: Session) -> None:
     """What "auto" finds differs between machines though their configurations are equal."""
     settings = f"{session.config.fingerprint()} {session.cost.figures}"
     assert session.gatherer._settings == digest(settings)
-    other = Session(CADConfig.from_dict(BLOCK | {"granularity": 128}), torch.device("cpu"))
-    try:
+    with closing(Session(CADConfig.from_dict(BLOCK | {"granularity": 128}), torch.device("cpu"))) as other:
         assert other.cost.figures == session.cost.figures and other.gatherer._settings != session.gatherer._settings
-    finally:
-        other.close()
 
 
 def test_a_rank_attends_no_part_of_a_document_alone(session: Session) -> None:
