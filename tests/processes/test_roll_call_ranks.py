@@ -10,14 +10,6 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import patience, roll_call
 
 
-def _tell(rank: int) -> None:
-    dist.distributed_c10d._get_default_store().set(f"told/{rank}", "1")
-
-
-def _wait_until_told(ranks: list[int]) -> None:
-    dist.distributed_c10d._get_default_store().wait([f"told/{rank}" for rank in ranks])
-
-
 def _together(rank: int, world: int, without: list[int]) -> str:
     patience.LATE_S = roll_call.LATE_S = 0.3
     if rank in without:
@@ -46,15 +38,15 @@ def _deepspeed(rank: int, world: int) -> str:
     """Rank 1 has the JSON without the block; it goes on alone, as where the package is not installed."""
     deepspeed = import_deepspeed()
     patience.LATE_S = roll_call.LATE_S = 0.5
-    config = engine_config(1)
+    config, store = engine_config(1), dist.distributed_c10d._get_default_store()
     model = training.tiny_llama()
     try:
         block = {} if rank == 1 else {"cad": {}}
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | block)
     except CADPeerError as error:
-        _tell(rank)
+        store.set(f"told/{rank}", "1")
         return str(error)
-    _wait_until_told([0, 2])
+    store.wait(["told/0", "told/2"])
     return ""
 
 

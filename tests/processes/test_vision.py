@@ -190,9 +190,8 @@ def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpo
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     deepspeed_cad.apply(model, {**SETTINGS, "overlap": overlap})
-    of_rank: list[Document] = []
-    for place, (length, images, videos) in enumerate(DOCUMENTS[rank % 2]):
-        of_rank.append(make_document(case, reference, 10 * rank + place, length, images, videos))
+    drawn = enumerate(DOCUMENTS[rank % 2], 10 * rank)
+    of_rank = [make_document(case, reference, number, *what) for number, what in drawn]
     found = training.as_alone(model, reference, pack(case, of_rank, form), list(map(alone, of_rank)), forwards=2)
     seen = [p for name, p in reference.named_parameters() if "vis" in name and p.grad is not None]
     assert bool(seen) == (rank % 2 == 0), "the first rank sees, and the second does not"

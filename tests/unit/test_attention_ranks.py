@@ -91,22 +91,18 @@ def test_large_sinks_and_padding() -> None:
     assert all(output.abs().max() < 1e-30 for output in outputs)
 
 
-def kernel_alone(layout: Layout) -> dict[str, float]:
-    """Errors of the kernel in bf16, every document whole: what those of disaggregated attention are measured by."""
-    segments = layout.segments
-    lengths = [int(segments.end[segments.document == number].max()) for number in range(layout.documents)]
-    whole = Layout.from_rank_lengths([lengths])
-    tasks = [whole_rank_tasks(whole, GROUPS)]
-    return Ranks(whole, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=tasks).run()
-
-
 @pytest.mark.parametrize("name, cut", [("two", False), ("odd", True), ("documents over borders", False)])
 def test_bf16_is_as_exact_as_the_kernel(name: str, cut: bool) -> None:
     """dK and dV of tasks with common keys add up in fp32, at home and between ranks, and are rounded once each."""
     ranks = Ranks(cases.layouts()[name], PLAIN, Modes(), SINKS, cut, seed=2, dtype=torch.bfloat16)
     schedules = [call.setup.schedule for calls in ranks.calls for call in calls]
     assert any(one.local_keys_overlap for one in schedules) and any(one.waves[0].keys_overlap for one in schedules)
-    alone = kernel_alone(ranks.layout)
+    # What its errors are measured by: those of the kernel with every document whole.
+    segments = ranks.layout.segments
+    lengths = [int(segments.end[segments.document == number].max()) for number in range(ranks.layout.documents)]
+    whole = Layout.from_rank_lengths([lengths])
+    tasks = [whole_rank_tasks(whole, GROUPS)]
+    alone = Ranks(whole, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=tasks).run()
     for what, error in ranks.run().items():
         assert error <= 2 * alone[what], (what, error, alone[what])
     for leaf in ranks.leaves:

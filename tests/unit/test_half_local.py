@@ -7,13 +7,13 @@ import pytest
 import torch
 from attention_ranks import CPU, DIM, GROUPS, HEADS, Ranks
 
-from deepspeed_cad.attention.device_schedule import DeviceSchedule, upload_schedule
+from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import Kept
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner.constants import IN_PLACE
-from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, Batch, Schedule, build_slices, schedule_rank
+from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, build_slices, schedule_rank
 
 LONG = Layout.from_stream([300], 3, 100)
 """One document over three ranks."""
@@ -71,20 +71,6 @@ def test_own_rows_in_place_are_exact_and_kept_once(waves: int, window: int | Non
     assert max(ranks.errors(outputs).values()) < 1e-12
 
 
-def shares(batches: tuple[Batch, ...]) -> list[tuple[int, int, int]]:
-    return [(one.q_rows, one.group_begin, one.group_end) for one in batches]
-
-
-def schedule_of(lengths: list[list[int]], tasks: list[tuple[int, ...]], rank: int = 0) -> Schedule:
-    tick = Layout.from_rank_lengths(lengths).tick()
-    return schedule_rank(tick, build_slices(tick, np.array(tasks)), rank, GROUPS)
-
-
-def pieces(schedule: DeviceSchedule) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    early, late = schedule.local
-    return shares(tuple(b for b, _ in early)), shares(tuple(b for b, _ in late))
-
-
 @pytest.mark.parametrize("tasks, one, two", [
     # Whole: one batch that writes every row of O needs no copy, so it is not cut.
     ([(0, 0, 8, 0, 3, 0), (1, 0, 4, 0, 3, 1)], ([(8, 0, 3)], []), ([(8, 0, 3)], [])),
@@ -103,6 +89,9 @@ def pieces(schedule: DeviceSchedule) -> tuple[list[tuple[int, int, int]], list[t
     ),
 ])  # fmt: skip
 def test_early_and_late(tasks: list[tuple[int, ...]], one: tuple, two: tuple) -> None:
-    schedule = schedule_of([[8], [4]], tasks)
+    tick = Layout.from_rank_lengths([[8], [4]]).tick()
+    schedule = schedule_rank(tick, build_slices(tick, np.array(tasks)), 0, GROUPS)
     for two_streams, expected in ((False, one), (True, two)):
-        assert pieces(upload_schedule(schedule, CPU, two_streams)) == expected
+        early, late = upload_schedule(schedule, CPU, two_streams).local
+        found = ([(b.q_rows, b.group_begin, b.group_end) for b, _ in part] for part in (early, late))
+        assert tuple(found) == expected

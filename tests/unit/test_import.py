@@ -20,12 +20,6 @@ from deepspeed_cad.server.launch import Split
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "accelerate", "greenlet")
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.parametrize("statement", [
     "import deepspeed_cad",
     "import deepspeed_cad; deepspeed_cad.CADConfig.from_dict({}); deepspeed_cad.CADError; dir(deepspeed_cad)",
@@ -33,8 +27,9 @@ def run_python(code: str) -> str:
     "import deepspeed_cad.launch.deepspeed_hook, deepspeed_cad.cli",
 ])  # fmt: skip
 def test_imports_nothing_heavy(statement: str) -> None:
-    loaded = run_python(f"{statement}; import sys; print([name for name in {HEAVY} if name in sys.modules])")
-    assert loaded == "[]"
+    code = f"{statement}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -183,15 +183,11 @@ def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at
         assert one.shape[dim] == at and torch.equal(torch.cat([one, other], dim), x)
 
 
-def _shard(decoder: torch.nn.Module) -> None:
-    decoder.layers[1].mlp.up_proj.weight.ds_id = 3
-
-
 @pytest.mark.parametrize("change, says", [
     (lambda decoder: None, ""),
     (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": False}), ""),
     (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": True}), "reentrant"),
-    (_shard, "ZeRO-3"),
+    (lambda decoder: setattr(decoder.layers[1].mlp.up_proj.weight, "ds_id", 3), "ZeRO-3"),
     (lambda decoder: setattr(decoder.config, "layer_types", ["linear_attention"]), "linear_attention"),
     (lambda decoder: setattr(decoder.layers[0], "self_attn", torch.nn.Identity()), "layer 0 has no attention"),
     (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Conv1d(4, 4, 3)), "layer 1 has a convolution"),

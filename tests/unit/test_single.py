@@ -12,7 +12,9 @@ from deepspeed_cad.attention.forward import HeldByAutograd
 from deepspeed_cad.attention.microbatch import MicroBatch
 
 
-def _train(overlap: str) -> None:
+@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
+def test_without_torch_distributed(overlap: str) -> None:
+    assert not torch.distributed.is_initialized()
     model, reference = training.tiny_llama(), training.tiny_llama()
     deepspeed_cad.apply(model, {"overlap": overlap})
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -26,12 +28,6 @@ def _train(overlap: str) -> None:
     session = deepspeed_cad.current_session()
     assert session is not None and session.transport is None and session.ranks == 1
     assert session.statistics.imbalance == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("overlap", ["local_first", "interleave"])
-def test_without_torch_distributed(overlap: str) -> None:
-    assert not torch.distributed.is_initialized()
-    _train(overlap)
 
 
 def test_forwards_without_backward_leave_nothing_behind() -> None:

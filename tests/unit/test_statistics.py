@@ -1,6 +1,7 @@
 """Statistics: readers change nothing, nobody is late has a number of its own, and what rank 0 says of itself."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -99,13 +100,6 @@ def test_why_a_process_ended() -> None:
     assert [why_ended(one) for one in errors] == ["", "", "", "exit code no data", "KeyError", "KeyError: 'labels'"]
 
 
-def _facts(**changes: Any) -> session_lines.SessionFacts:
-    """Of one rank that trains alone."""
-    deepspeed_cad.apply(training.tiny_llama(), {})
-    session = deepspeed_cad.current_session()
-    return replace(session.facts(), **changes)
-
-
 @pytest.mark.parametrize("serve, servers, words", [
     (True, 2, "attention max/mean 1.66 → 3.00"),
     (False, 0, "attention max/mean 1.66 → 3.00"),
@@ -113,8 +107,9 @@ def _facts(**changes: Any) -> session_lines.SessionFacts:
     (False, 2, "attention max/mean 0.83 on trainers; 2 reserved servers run all of it, max/mean 1.50"),
 ])  # fmt: skip
 def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) -> None:
+    changes = {"trainers": 2, "trainers_serve": serve, "servers": servers, "servers_at_start": servers}
     figures = Statistics(mean=1.0, slowest_before=1.66, slowest=3.0)
-    facts = _facts(trainers=2, trainers_serve=serve, servers=servers, servers_at_start=servers, statistics=figures)
+    facts = replace(train(0).facts(), **changes, statistics=figures)
     assert f", {words}, " in session_lines.summary(facts)
     beside = f" beside {servers} reserved server{'s' * (servers > 1)}" if servers else ""
     assert session_lines.describe(facts).startswith(f"rank 0 of 2 attention servers{beside}, ")
@@ -159,11 +154,8 @@ def test_what_does_nothing_is_said(block: dict, text: str) -> None:
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
 def test_rank_0_warns_once(rank: int, count: int, caplog: pytest.LogCaptureFixture) -> None:
-    session = Session(CADConfig(trainers_serve=False), torch.device("cpu"))
-    try:
+    with closing(Session(CADConfig(trainers_serve=False), torch.device("cpu"))) as session:
         assert caplog.text.count("trainers_serve") == 1
         session.rank = rank
         session.warn(["another", "another"])
         assert caplog.text.count("another") == count
-    finally:
-        session.close()
