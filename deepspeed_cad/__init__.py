@@ -55,8 +55,6 @@ _HOME = {
     "to_hf": "integrations.pipeline_model",
     "to_pipeline": "integrations.pipeline_model",
 }
-
-
 __all__ = ["__version__", *_HOME]
 
 

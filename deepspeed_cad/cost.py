@@ -48,8 +48,6 @@ class CostModel:
 
 PAIRS = CostModel()
 """One per query-key pair: no measurement needed, and exact where kernels run at one speed."""
-
-
 TILE = 128
 """Keys that kernels read at once, at most."""
 

@@ -36,8 +36,6 @@ DEALT = "documents are dealt out to all ranks before each step, so compare losse
 NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
 AT_RANDOM = re.compile(r"drop|jitter|noise")
 """Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
-
-
 Due = Callable[[], list[Any]]
 """Called when a step is due: gives its micro-batches in the order of training, announced."""
 Arranged = tuple[list[Moved], list[Announcement], MicroBatch]

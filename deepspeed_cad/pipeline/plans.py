@@ -36,8 +36,6 @@ from deepspeed_cad.planner.plan import HeadShape, Plan, PlanInput
 
 BACKWARD_PAIRS = 5 / 7
 """Share of the matrix products of a query-key pair that backward has: five, beside two forward, at about one speed."""
-
-
 Documents = list[list[LocalSegments]]
 """[replica][micro-batch]"""
 

@@ -51,8 +51,6 @@ CallPlace = tuple[int, int]
 """Layer and nano-batch."""
 PlannedTick = tuple[PlanKey, int]
 """Kind of layer and nano-batch."""
-
-
 Serve = Callable[[int, list[torch.Tensor]], list[Returning]]
 """Runs what arrived of a wave; gives what goes back."""
 
