@@ -10,7 +10,7 @@ import atexit
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -91,7 +91,12 @@ class Session:
         settings = f"{config.fingerprint()} {self.cost.figures}"
         opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings, shares=self.shares)
         agree = self.groups.agree(lambda value: self.worker.run(lambda: opening.numbers(value, Subject(What.CHOICE))))
-        opened = self._open_transport(agree)
+        opened: Opened | None = None
+        if (group := self.groups.exchange) is not None:
+            opened = open_transport(
+                config.transport, group, device, agree, self.liveness, config.timeout_s, transports_of(config, device)
+            )
+            opened = with_links(opened, device, agree, config.links)
         self.links = Links(None, None, "not used") if opened is None else opened.links
         """Speeds that this session began with."""
         self.speeds = find_speeds(
@@ -127,15 +132,6 @@ class Session:
         self.warn(unused_keys(config))
 
     # Opening and closing
-
-    def _open_transport(self, agree: Callable[[int], list[int]]) -> Opened | None:
-        if (group := self.groups.exchange) is None:
-            return None
-        opened = open_transport(
-            self.config.transport, group, self.device, agree, self.liveness, self.config.timeout_s,
-            transports_of(self.config, self.device),
-        )  # fmt: skip
-        return with_links(opened, self.device, agree, self.config.links)
 
     def _change_servers(self, opened: Opened | None) -> None:
         """Other servers than before: micro-batches are planned for these. Runs on the training thread."""
