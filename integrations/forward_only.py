@@ -84,11 +84,6 @@ def install_generation_hooks(module: ModuleType) -> None:
     wrap_once(module.GenerationMixin, "generate", generate)
 
 
-def root_of(model: torch.nn.Module) -> torch.nn.Module:
-    """What has to be called to run a model: the outermost wrapper of FSDP1, or the model itself."""
-    return next((root for root in _roots if any(part is model for part in root.modules())), model)
-
-
 def install_root_hooks(module: ModuleType) -> None:
     """Wrap FSDP1 of the module `torch.distributed.fsdp.fully_sharded_data_parallel`. Idempotent."""
 
@@ -121,7 +116,9 @@ def follow(binding: Binding) -> None:
             looks.follows = looks.feed.follow(partial(list, said))
             # OpenRLHF's critic gives values of actions, or this.
             takes = inspect.signature(model.forward).parameters
-            root_of(model)(**given, **({"return_output": True} if "return_output" in takes else {}))
+            # What has to be called to run a model: the outermost wrapper of FSDP1, or the model itself.
+            root = next((one for one in _roots if any(part is model for part in one.modules())), model)
+            root(**given, **({"return_output": True} if "return_output" in takes else {}))
 
 
 def install_worker_hooks(module: ModuleType) -> None:

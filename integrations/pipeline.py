@@ -9,8 +9,7 @@ travel hidden states and position ids.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging as hf_logging
 
 from deepspeed_cad.errors import CADUnsupportedError
 
@@ -221,23 +221,14 @@ def from_checkpoint(path: str, model_class: type[PreTrainedModel], loading: dict
                     self.set_output_embeddings(torch.nn.Identity())
 
         Stage.__name__ = model_class.__name__
-        with _quiet_loading():
+        before = hf_logging.get_verbosity()
+        hf_logging.set_verbosity_error()  # without a report of the weights that other stages have
+        try:
             return Stage.from_pretrained(path, **{"dtype": "auto", **loading})
+        finally:
+            hf_logging.set_verbosity(before)
 
     return load
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without a report of the weights that other stages have."""
-    from transformers.utils import logging as hf_logging
-
-    before = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(before)
 
 
 def assemble(skeleton: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:

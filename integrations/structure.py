@@ -22,8 +22,6 @@ from deepspeed_cad.errors import CADUnsupportedError
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")
 """How versions of transformers call the argument that holds keys or state of tokens before; since 5.24 all "cache"."""
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
 KIND = "chunked_attention"
 """In `layer_types`."""
 
@@ -68,11 +66,8 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList | None:
     """The list of decoder layers."""
-    for name in ("layers", "h", "blocks"):
-        layers = getattr(decoder, name, None)
-        if isinstance(layers, nn.ModuleList):
-            return layers
-    return None
+    found = (getattr(decoder, name, None) for name in ("layers", "h", "blocks"))
+    return next((layers for layers in found if isinstance(layers, nn.ModuleList)), None)
 
 
 def name_layer(module: nn.Module) -> str:
