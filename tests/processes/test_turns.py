@@ -147,8 +147,7 @@ def _ppo(rank: int, world: int, block: dict[str, Any], how: str, checkpointing: 
             training.assert_gradients(models[name], training.gradients(plain[name]))
             models[name].zero_grad()
             plain[name].zero_grad()
-    counted = session.statistics.micro_batches
-    assert counted == 2 * len(trained)
+    assert session.statistics.micro_batches == 2 * len(trained)
     return {
         "looks": looks.micro_batches, "mine": len(mine), "before": looks.imbalance_before, "now": looks.imbalance,
         "logged": session.take_statistics("test").as_events(),

@@ -36,12 +36,9 @@ def plan_of(tick: Tick, server: int = 0) -> Plan:
     return Plan(np.array(rows, np.int64).reshape(-1, 6), nothing, nothing, nothing, nothing)
 
 
-class Said:
-    def __init__(self) -> None:
-        self.values: list[tuple[int, str]] = []
-
+class Said(list[tuple[int, str]]):
     def __call__(self, value: int, what: str) -> None:
-        self.values.append((value, what))
+        self.append((value, what))
 
 
 def micro_batch(lengths: list[list[int]], at: list[int] | None = None, server: int = 0, **more: Any) -> MicroBatch:
@@ -59,7 +56,7 @@ def test_plans_are_compared_by_all_ticks_and_kinds() -> None:
     ]:  # fmt: skip
         one = micro_batch([[6], [4]], at, server)
         one.plan_all(keys)
-        ((value, what),) = one.agree.values  # type: ignore[attr-defined]
+        ((value, what),) = one.agree  # type: ignore[misc]
         assert what == "plan" and 0 <= value < 1 << 62
         assert one.keys == keys and list(one.planned) == [(key, i) for key in keys for i in range(len(one.ticks))]
         assert all(0 < planned.seconds < 60 for planned in one.planned.values())
@@ -73,9 +70,9 @@ def test_a_kind_is_planned_and_uploaded_once() -> None:
     found = one.schedule(FULL, 0)
     assert found is one.schedule(FULL, 0)
     assert tuple(wave.host for wave in found.waves) == one.planned[FULL, 0].schedules
-    assert len(one.agree.values) == 1  # type: ignore[attr-defined]
+    assert len(one.agree) == 1  # type: ignore[arg-type]
     assert one.schedule(WINDOW, 0).waves[0].host.window == 3  # met at the forward
-    assert len(one.agree.values) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[attr-defined]
+    assert len(one.agree) == 2 and one.keys == [FULL, WINDOW]  # type: ignore[arg-type]
 
 
 def test_who_cannot_plan_meets_the_others_first() -> None:
@@ -84,7 +81,7 @@ def test_who_cannot_plan_meets_the_others_first() -> None:
     one.make_plan = mock.Mock(side_effect=CADError("no room"))
     with pytest.raises(CADError, match="no room"):
         one.plan_all([FULL])
-    assert len(one.agree.values) == 1  # type: ignore[attr-defined]
+    assert len(one.agree) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
@@ -121,7 +118,7 @@ def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Mod
 def test_a_rank_without_heads_of_a_layer_plans_and_takes_part() -> None:
     one, given = micro_batch([[6], [4]]), inputs(1, 6)
     found = attend(descriptor(one), [given[0][:, :0], *given[1:]])
-    assert found.shape == (1, 6, 0, SHAPES["v"][1]) and len(one.planned) == len(one.agree.values) == 1
+    assert found.shape == (1, 6, 0, SHAPES["v"][1]) and len(one.planned) == len(one.agree) == 1
     assert not any(x.any() for x in torch.autograd.grad(found.sum(), given))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,12 +217,8 @@ def backward(output: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tens
 def test_what_servers_keep_is_parked_too(name: str, offload: bool, waves: int) -> None:
     lot = parking()
     sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
-    modes = Modes(parking=lot)
-    ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5), modes, sinks, seed=3, waves=waves)
-    if offload:
-        with save_on_cpu():
-            outputs = ranks.forward()
-    else:
+    ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5), Modes(parking=lot), sinks, seed=3, waves=waves)
+    with save_on_cpu() if offload else nullcontext():
         outputs = ranks.forward()
     lot.settle()
     for call in ranks.calls[0]:
