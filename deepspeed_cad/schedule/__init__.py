@@ -131,15 +131,19 @@ class Slices:
 
 
 def padding_rows(parts: Sequence[Schedule]) -> Ints:
-    """Rows of a rank's query buffer that no task covers in any of the schedules of one tick: their output is zero."""
-    covered = np.zeros((parts[0].query_tokens, parts[0].groups), bool)
-    flat = covered.reshape(-1)
+    """Rows of a rank's query buffer that no task covers in any of the schedules of one tick: their output is zero.
+    Of each row of a head group there is one task at most."""
+    change = np.zeros(parts[0].query_tokens + 1, np.int64)
     for part in parts:
         for batch in (*part.local, *part.half_local):
-            covered[batch.q_row : batch.q_row + batch.q_rows, batch.group_begin : batch.group_end] = True
-        flat[part.home_index(part.sends, QUERY)] = True
-        flat[part.home_index(part.own, QUERY)] = True
-    return np.flatnonzero(~covered.all(axis=1))
+            groups = batch.group_end - batch.group_begin
+            change[batch.q_row] += groups
+            change[batch.q_row + batch.q_rows] -= groups
+        leaves = np.concatenate([part.sends, part.own])
+        leaves = leaves[leaves[:, KIND] == QUERY]
+        np.add.at(change, leaves[:, HOME_ROW], 1)
+        np.add.at(change, leaves[:, HOME_ROW] + leaves[:, ROWS], -1)
+    return np.flatnonzero(np.cumsum(change[:-1]) < parts[0].groups)
 
 
 def build_slices(tick: Tick, tasks: Ints, window: int | None = None) -> Slices:
