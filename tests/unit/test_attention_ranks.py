@@ -18,6 +18,7 @@ from deepspeed_cad.attention import overlap
 from deepspeed_cad.attention.call import AttentionCall, Released
 from deepspeed_cad.attention.forward import HeldByAutograd, Kept
 from deepspeed_cad.attention.layer import whole_rank_tasks
+from deepspeed_cad.attention.serve import new_gradients
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout
@@ -97,6 +98,9 @@ def test_bf16_is_as_exact_as_the_kernel(name: str, cut: bool) -> None:
     ranks = Ranks(cases.layouts()[name], PLAIN, Modes(), SINKS, cut, seed=2, dtype=torch.bfloat16)
     schedules = [call.setup.schedule for calls in ranks.calls for call in calls]
     assert any(one.local_keys_overlap for one in schedules) and any(one.waves[0].keys_overlap for one in schedules)
+    for leaf, one in zip(ranks.leaves, schedules):  # those of the first tick
+        _, *sums = new_gradients(one, *(leaf[name].detach() for name in "qkv"))
+        assert {x.dtype for x in sums} == {torch.float32 if one.local_keys_overlap else torch.bfloat16}
     # What its errors are measured by: those of the kernel with every document whole.
     segments = ranks.layout.segments
     lengths = [int(segments.end[segments.document == number].max()) for number in range(ranks.layout.documents)]

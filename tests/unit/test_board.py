@@ -39,6 +39,7 @@ def test_a_rank_that_stopped_or_closed_is_named() -> None:
     board[1].report("out of memory")
     board[2].started, board[2].begun = lambda: 4, lambda: 9
     board[2].close()
+    board[2].leave("its process ended", failed=True)  # later, so that it says nothing new
     both = "rank 1 stopped: out of memory; rank 2 stopped: its session was closed"
     assert [board[0].why_hopeless(*there) for there in ((), (5,), (0, 10))] == [both] * 3
     assert [board[0].why_hopeless(*there) for there in ((4,), (0, 9))] == [both.split(";")[0]] * 2, "it took part"

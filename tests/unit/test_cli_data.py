@@ -14,7 +14,7 @@ from deepspeed_cad.cli import main
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import BATCH, _count_documents
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.forecast.packing import TRL_BATCH, trl_rows
+from deepspeed_cad.forecast.packing import TRL_BATCH, say_cut, trl_rows
 from deepspeed_cad.forecast.setting import SHAPES, StateLayers
 
 datasets = pytest.importorskip("datasets")
@@ -269,6 +269,16 @@ SHAPE = {
     "layers": 3, "hidden": 64, "intermediate": 160, "vocabulary": 99, "heads": 8, "kv_heads": 2, "head_dim": 8,
     "not_counted": "", "state": None,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("packing, says", [
+    ("bfd", "their ends are dropped, 250 tokens (35.7 %)"),
+    ("spanning", "they go on on the next GPU and stay whole; only the ends of a step cut documents"),
+    ("bfd_split", "each is split there, and its parts do not attend to each other"),
+])  # fmt: skip
+def test_what_becomes_of_documents_longer_than_a_row_is_said(packing: str, says: str) -> None:
+    assert say_cut([150, 250, 300], 150, packing) == f"2 documents are longer than a row of 150 tokens: {says}"
+    assert say_cut([100, 150], 150, packing) == "no document is longer than a row"
 
 
 @pytest.mark.parametrize("config, change", [

@@ -19,7 +19,8 @@ def _attention(tokens: int) -> float:
 
 def _cut(lengths: list[list[int]], servers: int, linear: float | None, kinds=(FULL,), helpers: int = 0) -> np.ndarray:
     layout = Layout.from_rank_lengths([*lengths, *[[]] * servers])
-    found = choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), kinds, servers, linear, helpers)
+    with np.errstate(all="raise"):  # servers have no tokens, and nothing is divided by these
+        found = choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), kinds, servers, linear, helpers)
     assert found is not None and not found[len(lengths) :].any()
     return found[: len(lengths)]
 

@@ -185,6 +185,14 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
     assert binding.stop.call_args_list == ([call(error)] if tells else [])
 
 
+def test_a_step_ends_with_the_comparison_of_plans() -> None:
+    binding = MagicMock()
+    binding.end_step.side_effect = error = CADError("ranks made different plans")
+    with pytest.raises(CADError, match="different plans"):
+        engines._make_train_batch(binding, lambda: 1.0)()
+    assert binding.stop.call_args_list == [call(error)]
+
+
 # What CAD does not combine with, and micro-batches that do not fit
 
 

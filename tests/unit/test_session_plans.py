@@ -13,14 +13,14 @@ import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.gather import digest
+from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Gathered
 from deepspeed_cad.ahead.step import StepAhead
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.errors import CADDataError, CADPeerError
 from deepspeed_cad.layout import Layout, segments_from_positions
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE
@@ -49,6 +49,16 @@ def test_who_never_reads_ahead_is_told_once() -> None:
 def session() -> Iterator[Session]:
     with closing(Session(CADConfig.from_dict(BLOCK), torch.device("cpu"))) as opened:
         yield opened
+
+
+def test_no_collective_follows_an_error_between_two(session: Session) -> None:
+    """The others go on to the next one and hear the first error, which this rank raises again."""
+    feed = session.open_feed("a model")
+    for words in ("the disk is gone", "and so is its copy"):
+        with pytest.raises(OSError, match=words), feed.between_collectives("the documents of a step"):
+            raise OSError(words)
+        with pytest.raises(CADPeerError, match="rank 0: the documents of a step: OSError: the disk is gone"):
+            feed.gatherer.gather(Subject(What.LENGTHS))
 
 
 @pytest.mark.parametrize("window", [None, 512])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.shares import attend_locally, find_replica, refuse_heads
+from deepspeed_cad.integrations.shares import PieceMask, attend_locally, find_replica, refuse_heads
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -166,6 +166,23 @@ def test_what_is_not_built_beside_shares(block: dict[str, Any], pieces: bool, wo
     with pytest.raises(CADUnsupportedError, match=words):
         refuse_beside_shares(CADConfig.from_dict(block), pieces)
     refuse_beside_shares(CADConfig(), pieces)
+
+
+@pytest.mark.parametrize("rank, whole, sinks", [(0, 8, [0, 1, 2, 3]), (1, 8, [4, 5, 6, 7]), (1, 4, [0, 1, 2, 3])])
+def test_a_rank_of_ulysses_takes_the_sinks_of_its_heads(rank: int, whole: int, sinks: list[int]) -> None:
+    """It has 4 of 8 heads and all tokens once Ulysses has exchanged them; sinks may come divided already."""
+
+    class Ulysses(SimpleNamespace):
+        def __call__(self, module: Any, query: torch.Tensor, *rest: Any, **given: Any) -> tuple[torch.Tensor, None]:
+            return self.attn(module, query[:, :4], *rest, **given), None
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, s_aux: torch.Tensor) -> torch.Tensor:
+        return s_aux
+
+    binding, inside, rows = SimpleNamespace(ulysses=Ulysses(sp_rank=rank)), SimpleNamespace(), torch.zeros(1, 8, 3, 2)
+    mask = PieceMask(binding, inside, None)  # type: ignore[arg-type]
+    found, _ = mask.attend(attend, torch.nn.Module(), rows, rows, rows, s_aux=torch.arange(whole))
+    assert found.tolist() == sinks
 
 
 @pytest.mark.parametrize("query, key, sinks, words", [
