@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from deepspeed_cad.layout import Ints, Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, core, make_plan
 from deepspeed_cad.planner.answer import most_ranks
-from deepspeed_cad.planner.constants import FINER, READ_FROM
+from deepspeed_cad.planner.constants import EVEN, READ_FROM
 from deepspeed_cad.planner.core import Aim, Solution, solve, split_own_rows
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Plan
 from deepspeed_cad.profiles import Profile
@@ -36,7 +36,7 @@ from deepspeed_cad.schedule import build_slices
 
 HERE = Path(__file__).parent
 STARTS = {"home": -1, "dealt out": 0, "but the first rows": 1}
-EVEN = ("even", "more even")
+MORE = ("even", "more even")
 GIB, MILLION = 1 << 30, 1 << 20
 SHAPES = {
     "32 / 8": HeadShape(32, 8, 128, 128, 2),
@@ -88,7 +88,7 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
     plan: Plan = make_plan(problem)
     starts = {label: solve(problem, Aim(problem.tolerance, kept=kept)) for label, kept in STARTS.items()}
     if most_ranks(problem) > 1:
-        for label, share in zip(EVEN, FINER):
+        for label, share in zip(MORE, EVEN[1:]):
             for start, kept in STARTS.items():
                 starts[f"{start}, {label}"] = solve(problem, Aim(share * problem.tolerance, kept=kept))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
@@ -96,7 +96,7 @@ def rows(name: str, layout: Layout, shape: HeadShape) -> list[str]:
     taken = next(label for label, found in starts.items() if np.array_equal(own_tasks(problem, found), plan.tasks))
     if np.array_equal(starts["dealt out"].tasks, starts["home"].tasks):
         taken, starts = "home", {"home": starts["home"]}  # no document lies on two ranks
-    shown = {label: found for label, found in starts.items() if label in ("home", "dealt out", taken)}
+    shown = {label: found for label, found in starts.items() if label in (*STARTS, taken)}
     return [row(name, f"**{label}**" if label == taken else label, problem, found) for label, found in shown.items()]
 
 

@@ -25,8 +25,8 @@ like kSlack are in csrc/planner_constants.h; each number stands with where it co
    follows both to where they meet (TRIES).
 7. *Documents on many ranks.* Where a document's last rows read keys of READ_FROM ranks or more, plans are also made
    from another start: its rows are dealt out by head groups, all or all but the first segment (KEPT), so that every
-   rank reads keys of few of them (planner_spread.cpp). Of what ends alike the lightest is taken; then the same start
-   made more even (FINER), where that is worth its bytes (WORTH).
+   rank reads keys of few of them (planner_spread.cpp). From each start ranks are made even to several degrees (EVEN).
+   The plan is taken that ends soonest, what it moves and holds counted as time (WORTH).
 8. *Never worse.* If the slowest rank finishes later than if all rows stayed at home, nothing is moved. What was held
    back, and why, is in the plan's notes.
 

@@ -7,6 +7,7 @@ even than the tolerance says.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -63,36 +64,24 @@ def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
 
 def best_start(problem: PlanInput) -> Solution:
     """The plan that starts at home, or a better one. Dealing out moves Q and O of most rows, and K and V of a document
-    once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it."""
-    starts = [-1]
-    if (ranks := most_ranks(problem)) >= constants.READ_FROM and problem.shape.groups > 1:
+    once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it. A plan that is
+    more even moves more."""
+    if (ranks := most_ranks(problem)) < 2:
+        return solve(problem, Aim(problem.tolerance))
+    starts: tuple[int, ...] = (-1,)
+    if ranks >= constants.READ_FROM and problem.shape.groups > 1:
         starts += constants.KEPT
-    plans = [solve(problem, Aim(problem.tolerance, kept=start)) for start in starts]
-    if ranks < 2:
-        return plans[0]
-    ends = [_end_of(problem, plan) for plan in plans]
-    latest = min(ends) * (1.0 + constants.BAND * problem.tolerance)
-    burdens = [burden(problem, plan.flows) if end <= latest else np.inf for plan, end in zip(plans, ends)]
-    chosen = int(np.argmin(burdens))
-    best = plans[chosen]
-    for share in constants.FINER[: 1 if problem.tick.ranks > constants.MANY_RANKS else 2]:
-        even = solve(problem, Aim(share * problem.tolerance, kept=starts[chosen]))
-        best = even if _is_worth(problem, even, best) else best
-    return best
+    shares = constants.EVEN if problem.tick.ranks <= constants.MANY_RANKS else constants.FEW_EVEN
+    plans = [solve(problem, Aim(share * problem.tolerance, kept=start)) for start in starts for share in shares]
+    return min(plans, key=partial(_price, problem))
 
 
-def _is_worth(problem: PlanInput, more: Solution, less: Solution) -> bool:
-    """Whether a plan ends so much sooner than another as it moves more."""
-    ends = [slowest(problem, one) for one in (more, less)]
-    moved = [max(int(one.flows.sent.max()), int(one.flows.received.max()), 1) for one in (more, less)]
-    return 1.0 - ends[0] / ends[1] > constants.WORTH * (moved[0] / moved[1] - 1.0)
-
-
-def _end_of(problem: PlanInput, plan: Solution) -> float:
-    """As `slowest`; plans within the band of the tolerance count as as even."""
-    load = _attention(problem, plan)
-    even = mean_finish(problem, plan.work) * (1.0 + constants.BAND * problem.tolerance)
-    return max(load, even) + (slowest(problem, plan) - load)
+def _price(problem: PlanInput, plan: Solution) -> float:
+    """Time of the slowest rank, and what it moves and holds beside its own Q, K, V and O, each by its worth."""
+    tick, shape = problem.tick, problem.shape
+    own = tick.query_tokens * (shape.query_bytes + shape.output_bytes) + tick.key_tokens * shape.key_value_bytes
+    share = burden(problem, plan.flows) / float(own.max() * shape.groups)
+    return slowest(problem, plan) * (1.0 + constants.WORTH * share)
 
 
 def most_ranks(problem: PlanInput) -> int:
@@ -106,10 +95,10 @@ def burden(problem: PlanInput, flows: Flows) -> float:
     out, back = landing(problem, flows)
     rows, keys = flows.served
     made = rows * problem.shape.query_bytes + keys * problem.shape.key_value_bytes
-    weights = np.array(link_weights(problem))
     # Q, K and V reach a server twice: for the forward and for the backward.
     reached = flows.bytes[[O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_RECEIVED, QKV_SENT]].sum(0)
-    return float((out + made).max() + back.max() + (weights @ reached).max())
+    inside, between = link_weights(problem)  # no matrix product: its last bits depend on the processor
+    return float((out + made).max() + back.max() + (inside * reached[0] + between * reached[1]).max())
 
 
 def landing(problem: PlanInput, flows: Flows) -> tuple[Ints, Ints]:

@@ -71,16 +71,21 @@ def test_over_hosts_only_where_it_pays(between: float, monkeypatch: pytest.Monke
     assert plan.finish.max() <= only_home.finish.max() * (1 + 0.5 * TOLERANCE)
 
 
-@pytest.mark.parametrize("lengths, ranks, even", [
-    ([MILLION], 2, 2), ([MILLION], 4, 2), ([8_000] * 31 + [16_000], 4, 1), ([20_000] * 13, 2, 0)
-])  # fmt: skip
-def test_ranks_are_made_more_even_where_the_time_is_worth_the_bytes(lengths: list[int], ranks: int, even: int) -> None:
+@pytest.mark.parametrize(
+    "lengths, ranks", [([MILLION], 2), ([MILLION], 4), ([8_000] * 31 + [16_000], 4), ([20_000] * 13, 2)]
+)
+def test_the_plan_is_chosen_by_time_and_bytes(lengths: list[int], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dataclasses.replace(ask(lengths, ranks, sum(lengths) // ranks), tolerance=0.05)
-    plans = [solve(problem, Aim(share * problem.tolerance)) for share in (1.0, 0.2, 0.05)]
-    taken = plans[0]
-    for plan in plans[1:]:
-        moved, before = (max(one.flows.sent.max(), one.flows.received.max()) for one in (plan, taken))
-        sooner = 1.0 - problem.ends(plan.work).max() / problem.ends(taken.work).max()
-        taken = plan if sooner > 0.1 * (moved / before - 1.0) else taken
-    assert taken is plans[even]
-    assert make_plan(problem).load == pytest.approx(problem.ends(taken.work))
+    starts = (-1, 1, 0) if ranks > 2 else (-1,)
+    plans = [solve(problem, Aim(share * 0.05, kept=start)) for start in starts for share in (1.0, 0.2, 0.05)]
+
+    def look(plan: Solution) -> tuple[float, float]:
+        return answer.slowest(problem, plan), answer.burden(problem, plan.flows)
+
+    ends, burdens = zip(*map(look, plans))
+    end, moved = look(answer.best_start(problem))
+    assert end < 1.01 * min(ends) and not any(one < end and other < moved for one, other in zip(ends, burdens))
+    monkeypatch.setattr(answer.constants, "WORTH", 0.0)
+    assert look(answer.best_start(problem))[0] == min(ends)
+    monkeypatch.setattr(answer.constants, "WORTH", 1e9)
+    assert look(answer.best_start(problem))[1] <= moved
