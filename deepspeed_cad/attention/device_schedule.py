@@ -39,7 +39,8 @@ class Wave:
 
     @cached_property
     def group(self) -> Tensor:
-        """[R] head group of every served query row: only sinks need it, and rows are millions."""
+        """[R] head group of every served query row. Only sinks need it, rows are millions, and it belongs to the stream
+        that serves, which alone may ask."""
         host = self.host
         group = np.zeros(int(host.served_rows[host.rank, QUERY]), np.int64)
         for table in (host.receives, host.own):

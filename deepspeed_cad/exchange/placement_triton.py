@@ -1,6 +1,6 @@
 """Triton kernels that place landed rows at home: one launch per field, fp32 (or fp64) sums rounded once.
 
-Imported by placement.py only where triton and a GPU are there. `W` width of a row in elements.
+Imported by placement.py only where triton and a GPU are there.
 """
 
 from typing import Any

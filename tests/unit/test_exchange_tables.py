@@ -80,6 +80,17 @@ def test_runs_are_placed_row_by_row_wherever_they_overlap(add: bool) -> None:
     assert torch.equal(placement.pieces[:, 5], programs.cumsum(0) - programs)
 
 
+def test_what_cannot_be_placed_is_refused() -> None:
+    home, came = torch.zeros(4, 2, 6), torch.ones(3, 6)
+    twice = Placement.of(np.array([[0, 1, 3, 0], [2, 1, 1, -2]]), CPU)
+    with pytest.raises(CADError, match="2 rows came back for one row of an output"):
+        place(twice, came, came, home, add=False)
+    for landed, at_home in ((came.T.contiguous().T, home), (came, home.transpose(1, 2))):
+        with pytest.raises(CADError, match="rows cannot be placed: home has strides"):
+            place(twice, landed, came, at_home, add=True)
+    assert not home.any()
+
+
 def test_waits_compare_with_wrap_around_and_errors_have_the_drivers_text(calls: CudaCalls) -> None:
     flags = np.array([5, 2**32 - 1], np.uint32)
     at = np.array([flags[i:].ctypes.data for i in range(2)], np.int64)

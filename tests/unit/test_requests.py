@@ -16,6 +16,7 @@ from deepspeed_cad.request import VARIABLE, Request, read_environment
 
 @pytest.fixture(autouse=True)
 def nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is put back afterwards."""
     monkeypatch.setenv(VARIABLE, "")
 
 
@@ -80,7 +81,7 @@ def test_a_bad_command_line(started, tmp_path, monkeypatch, capsys, main: Any, w
 
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
-    """What accelerate-cad would have become; the environment is put back afterwards."""
+    """What accelerate-cad would have become."""
     words: list[list[str]] = []
     monkeypatch.setitem(sys.modules, "_deepspeed_cad_autoload", hook)
     monkeypatch.setattr(os, "execv", lambda program, all_words: words.append(all_words))
