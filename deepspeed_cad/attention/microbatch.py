@@ -95,7 +95,7 @@ class MicroBatch:
     def schedule(self, key: PlanKey, nano_batch: int) -> DeviceSchedule:
         """The schedule of one tick for one kind of layer, planned now if the look-ahead did not know of it.
 
-        Uploads happen here, on the training thread and its stream, not where plans are made."""
+        Uploads happen here, on the training thread and its stream, not where plans are made; but for `Wave.group`."""
         place = key, nano_batch
         if place not in self._schedules:
             if place not in self.planned:
