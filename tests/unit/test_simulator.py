@@ -150,6 +150,15 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     assert landing_bytes(own, found, with_outputs=True) == pytest.approx(1.25 * (there.max() + home), rel=0.05)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_outputs_land_too_where_another_rank_runs_the_backward(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    monkeypatch.setattr(modes_cad, "landing_bytes", lambda *_, with_outputs: said.append(with_outputs) or 0.0)
+    seats = Layout.from_rank_lengths([[4096], [512] * 8, [1024] * 4, [2048] * 2][: 4 // stages])
+    modes_cad.in_place(setting(pipeline=stages), [seats] * 2)
+    assert said and set(said) == {stages > 1}
+
+
 def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     """Rank 0 sends 60 bytes to rank 1 and 40 to rank 2, at a byte a second; both send half of it back."""
     moved = np.zeros((4, 2, 3))
