@@ -12,7 +12,8 @@ the document on each rank. `alst` attends by DeepSpeed's UlyssesSPAttentionHF, w
 with `"keep": "host"` unless `--cad` says otherwise. The first steps warm up at full length, because
 pinned memory is found in the first; losses of all steps are in the table, so those after the first show whether all
 trained the same. Host memory is what the host has less of after a step than before the model was made, pinned memory
-of all ranks included.
+of all ranks included. `--profile FOLDER` writes what each GPU ran when in the last step's forward and backward, as
+Chrome traces; that step takes longer, by the time that they take to be collected.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,7 @@ def parse() -> argparse.Namespace:
     add("--checkpoints", choices=("host", "device"), default="host", help="where inputs of layers wait for backward")
     add("--lr", type=float, default=1e-5)
     add("--commit", default="", help="where this is not a git checkout: what results name as the commit")
+    add("--profile", type=Path, help="folder for torch's traces of the last forward and backward, on GPUs")
     add("--output", type=Path, help="JSON file of this run")
     add("--table", type=Path, help="only print a table of the JSON files in this folder")
     add_sizes(parser)
@@ -148,11 +151,12 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         begin = time.perf_counter()
         if feed is not None:
             announce(feed, announced)
-        with save_on_cpu(pin_memory=cuda) if options.checkpoints == "host" else contextlib.nullcontext():
-            items = (options.tokens - 1) / ranks
-            loss = engine(**batch, **labels, **more, num_items_in_batch=items, use_cache=False).loss
-        engine.backward(loss)
-        _meet(cuda)
+        with _profile(options.profile if step == count - 1 else None, rank):
+            with save_on_cpu(pin_memory=cuda) if options.checkpoints == "host" else contextlib.nullcontext():
+                items = (options.tokens - 1) / ranks
+                loss = engine(**batch, **labels, **more, num_items_in_batch=items, use_cache=False).loss
+            engine.backward(loss)
+            _meet(cuda)
         before = time.perf_counter()
         engine.step()
         _meet(cuda)
@@ -183,6 +187,18 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if session is not None:
         session.close()  # writes its timeline, where --cad names one
     return figures
+
+
+@contextlib.contextmanager
+def _profile(folder: Path | None, rank: int) -> Iterator[None]:
+    """Write FOLDER/rankN.json.gz."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        yield
+    found.export_chrome_trace(str(folder / f"rank{rank}.json.gz"))
 
 
 def _meet(cuda: bool) -> None:
@@ -232,6 +248,8 @@ def main() -> None:
         return
     if options.mode is None:
         raise SystemExit("--mode alst, --mode cad, or --table FOLDER")
+    if options.profile and not torch.cuda.is_available():
+        raise SystemExit("--profile is of what GPUs run, and torch sees none here")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     device = open_process_group(minutes=5)
