@@ -20,16 +20,16 @@ Gather = Callable[[int], list[int]]
 """One whole number of every rank, in rank order. All ranks leave it together."""
 
 WIDTHS = ((QUERY, 4096), (KEY, 1024), (KEY, 1024))
-"""Elements of a row of Q, K and V: those of an 8B Llama, as one head group. In eight a trial of any size that is quick
-is slowed by its many copies: on four H200 50 MB reach 126 GB/s, and in one group 214."""
+"""Elements of a row of Q, K and V: those of an 8B Llama, as one head group, because many small copies take longer to
+start than to move. With eight groups and 50 MB this trial found 74 to 98 GB/s on four H200 (93bab69)."""
 ELEMENT = torch.bfloat16
 FIRST_ROWS = 8
 """Rows that a rank sends first, about 100 KB: on a link of 1 Mbit/s that takes a second, and no more is tried there."""
 MORE = 10
 """Times the rows of the trial before. Few steps, because buffers of some transports grow with each."""
 MOST_ROWS = {"cuda": 8000, "cpu": 800}
-"""100 MB on GPUs: by such a trial 209 to 263 GB/s on four H200 and 306 to 315 on two. 200 MB in eight groups, as large
-micro-batches move them, reach 245 and 319, in one group 286 and 355. 10 MB on CPUs."""
+"""100 MB on GPUs: this trial finds 209 to 263 GB/s on four H200 and 306 to 315 on two. Exchanges of 144 MiB in eight
+groups reach 255 on four, of 288 MiB 315 (benchmarks/exchange.py). 10 MB on CPUs."""
 IN_ONE_GO = {"cuda": 16, "cpu": 1}
 """Most exchanges between two looks at the clock: on GPUs starting one hides behind the one before."""
 ONE_GO_S = 0.02
