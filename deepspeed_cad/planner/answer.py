@@ -1,8 +1,8 @@
 """The answer: what the core found, made into a `Plan` that is never worse than doing nothing.
 
 The plan from the best start is taken (`best_start`), where links are slow one that moves less (`hide_transfers`): 6 to
-8 in `deepspeed_cad.planner`. Where documents lie on several ranks something travels in any case, so ranks are made more
-even than the tolerance says.
+8 in `deepspeed_cad.planner`. Where documents lie on several ranks something travels in any case, so ranks may be made
+more even than the tolerance says.
 """
 
 import time
@@ -64,8 +64,8 @@ def _out_of_tolerance(problem: PlanInput, work: Floats) -> tuple[str, ...]:
 
 def best_start(problem: PlanInput) -> Solution:
     """The plan that starts at home, or a better one. Dealing out moves Q and O of most rows, and K and V of a document
-    once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it. A plan that is
-    more even moves more."""
+    once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it. Plans that are
+    more even mostly move more."""
     if (ranks := most_ranks(problem)) < 2:
         return solve(problem, Aim(problem.tolerance))
     starts: tuple[int, ...] = (-1,)
@@ -77,7 +77,7 @@ def best_start(problem: PlanInput) -> Solution:
 
 
 def _price(problem: PlanInput, plan: Solution) -> float:
-    """Time of the slowest rank, and what it moves and holds beside its own Q, K, V and O, each by its worth."""
+    """When the slowest rank ends, longer by what its bytes are worth, beside the most that a rank has of its own."""
     tick, shape = problem.tick, problem.shape
     own = tick.query_tokens * (shape.query_bytes + shape.output_bytes) + tick.key_tokens * shape.key_value_bytes
     share = burden(problem, plan.flows) / float(own.max() * shape.groups)
