@@ -166,7 +166,8 @@ class ComparedFirst(GroupTransport):
 
     def _wait(self, works: list[dist.Work], identity: Identity) -> None:
         for work in works:
-            self.alarm.liveness.patiently(work.is_completed, str(identity), identity.index, with_servers=True)
+            # Not is_completed: under a profiler gloo ends a work with its mutex held, and wants the GIL for hooks.
+            self.alarm.liveness.patiently(work.get_future().done, str(identity), identity.index, with_servers=True)
             work.wait()
 
 

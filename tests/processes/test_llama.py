@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 import training
 from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
@@ -95,3 +96,13 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recom
     for one in workers.run(_train, 2, {"overlap": overlap, "recompute_attention": recompute}, checkpoint, 1):
         assert one["calls"] == [calls * (2 if recompute else 1), calls, 0 if recompute else calls]
         assert one["exchanges"] == calls * (6 if recompute else 4)
+
+
+def _profiled(rank: int, world: int) -> dict[str, Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        return _train(rank, world, {}, "non-reentrant", 3)
+
+
+def test_under_a_profiler(workers: WorkerPool) -> None:
+    """It lets gloo's threads want the GIL, which whoever waits for them must not hold."""
+    assert workers.run(_profiled, 2)[0]["after"] < 1.05
