@@ -121,7 +121,8 @@ PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0d
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
-MILLION4, MILLION4_BEFORE = (f"h200x4/train_million_256k_4r_{commit}.json" for commit in ("c81e1fe", "5dd52bb"))
+MILLION4, MILLION4_KEPT, MILLION4_SPEEDS = (f"h200x4/train_million_256k_4r_{commit}.json"
+                                            for commit in ("a2666e5", "c81e1fe", "5dd52bb"))  # fmt: skip
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
 KEEP = 'cad@{"keep":"host"}'
@@ -233,7 +234,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
     ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
      both(kept_of_ulysses, kept_memory)),
-    ("tokens, likewise | kept {:.2f} of Ulysses; {:.2f} of its memory | `c81e1fe` |", MILLION4,
+    ("tokens, likewise | kept {:.2f} of Ulysses; {:.2f} of its memory | `a2666e5` |", MILLION4,
      both(kept_of_ulysses, kept_memory)),
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
      both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
@@ -350,9 +351,8 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             (f"{words} | {file[-12:-5]} | {{:.3f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |", file, both(*(
                 partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
             for words, mode, file in (
-                ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4),
-                ("| CAD", "cad", MILLION4_BEFORE), ('| CAD, `"keep": "host"`', KEEP, MILLION4_BEFORE),
-                ('`"speeds": "measure"`', 'cad@{"speeds":"measure"}', MILLION4_BEFORE),
+                ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT),
+                ('`"speeds": "measure"`', 'cad@{"speeds":"measure"}', MILLION4_SPEEDS),
             )
         ),
         *(
