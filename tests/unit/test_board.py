@@ -15,7 +15,7 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
-from deepspeed_cad.exchange.failure.board import LOST, Liveness
+from deepspeed_cad.exchange.failure.board import LOST, Liveness, first_line
 from deepspeed_cad.exchange.failure.patience import LATE_S, LOOK_S, PatientStore, SilentStoreError, wait_until
 
 
@@ -218,3 +218,23 @@ def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker_room, "TELL_S", 60.0)
     assert worker.run(lambda: "quick") == "quick" and not told
     worker.close()
+
+
+NCCL_SAID = (
+    "NCCL error in: ProcessGroupNCCL.cpp:4257, unhandled system error, NCCL version "
+    "2.28.9\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \n"
+    "Last error:\nsocketPollConnect: connect to 10.0.0.2<41003> returned Connection refused"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (NCCL_SAID, NCCL_SAID.splitlines()[0] + ": " + NCCL_SAID.splitlines()[3]),
+        (NCCL_SAID.rpartition("\n")[0], NCCL_SAID.splitlines()[0]),
+        ("\nConnection reset by peer\nC++ CapturedCallStack:\n#0 a\n", "Connection reset by peer"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_line_says_what_nccl_said(text: str, kept: str) -> None:
+    assert first_line(RuntimeError(text)) == kept

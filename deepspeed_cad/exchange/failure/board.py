@@ -323,5 +323,7 @@ def _why_silent(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__
+    """And NCCL's own words, which torch puts last."""
+    text, _, said = str(error).strip().partition("Last error:\n")
+    lines = [one.strip() for one in (*text.splitlines()[:1], *said.splitlines()[:1])]
+    return ": ".join(one[:300] for one in lines if one) or type(error).__name__
