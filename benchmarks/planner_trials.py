@@ -9,8 +9,8 @@ ones. For a number of csrc/planner_constants.h the planner is compiled with it. 
 this table.
 
 With `--spanning`, streams of documents of which some lie on 2 to 16 ranks are planned at tolerance 0.05. Shares are
-those of the plan that starts at home: its burden (planner/answer.py), what it moves in a forward, and when the rank
-ends that has most to attend.
+those of the plan that starts at home: its burden (planner/answer.py), what it moves in a forward, when the rank ends
+that has most to attend, and how many tasks it has.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ SPANNING_TRIALS: dict[str, list[Any]] = {
     "KEPT": [(0,), (1,), (0, 1), (1, 0, 2)],
     "EVEN": [(1.0,), (0.2,), (0.05,), (1.0, 0.2), (1.0, 0.1, 0.02)],
     "WORTH": [0.0, 0.01, 0.05, 0.1],
+    "LEAST_MOVE": [0.0, 0.0005, 0.002],
 }
 STREAMS = (
     (2, 131072, 60000, 2), (4, 131072, 200000, 4), (8, 131072, 60000, 8), (16, 65536, 300000, 16),
@@ -130,10 +131,11 @@ def plan_spanning(layouts: list[Layout]) -> str:
                     found.flows.sent.sum() / at_home.flows.sent.sum(),
                     found.flows.received.max() / at_home.flows.received.max(),
                     found.work.max() / at_home.work.max(),
+                    len(found.tasks) / len(at_home.tasks),
                 )
             )
     seconds = time.perf_counter() - started
-    few, many = np.array(figures).reshape(2, -1, 4).mean(1)
+    few, many = np.array(figures).reshape(2, -1, 5).mean(1)
     shares = " | ".join(f"{share:.4f}" for share in (*few, *many))
     return f"| {shares} | {seconds:.1f} |"
 
@@ -141,9 +143,9 @@ def plan_spanning(layouts: list[Layout]) -> str:
 def try_spanning(only: list[str] | None) -> None:
     """The table of documents over many ranks."""
     layouts = draw_streams()
-    heads = [f"{heads}: burden | bytes | hottest rank | ends" for heads in ("8 KV heads", "32")]
+    heads = [f"{heads}: burden | bytes | hottest rank | ends | tasks" for heads in ("8 KV heads", "32")]
     print("| number | value |", " | ".join(heads), "| seconds |")
-    print("|---" * 11 + "|")
+    print("|---" * 13 + "|")
     print_trials(SPANNING_TRIALS, only, lambda: plan_spanning(layouts))
 
 

@@ -7,8 +7,8 @@ IN_PLACE are read on both sides; they go to C++ with every question.
 
 BAND = 0.5
 """Share of the tolerance. If any rank is out of the tolerance, all are brought into this share of it: costs are
-predictions, and a plan at the very edge would often miss. Trial: 1.0 moves 1 % fewer bytes and ends at max/mean 1.017,
-0.25 moves 0.5 % more and ends at 1.005."""
+predictions, and a plan at the very edge would often miss. Trial: 1.0 moves 0.4 % fewer bytes and ends at max/mean
+1.017, 0.25 moves 0.4 % more and ends at 1.005."""
 BISECTIONS = 60
 """Halvings of the interval in which a level lies: more than the 53 bits of a double's mantissa."""
 HOST_BORDER = 8.0
@@ -19,18 +19,18 @@ READ_FROM = 3
 heads 2 is the same and 6 burdens the fullest rank by 2 % less; with 32, 2 by 2 % less, 4 by 10 % more."""
 KEPT = (1, 0)
 """How many first segments of such a document begin at home: each is tried beside a start at home. Spanning trial: 0
-alone burdens the fullest rank by 2 % more with 8 KV heads and by 4 % more with 32, 2 as well by 3 % less with 8. With 1
+alone burdens the fullest rank by 2 % more with 8 KV heads and by 4 % more with 32, 2 as well by 5 % less with 8. With 1
 alone it is the same, but of a document over 64 ranks half again as much lands at the fullest
 (benchmarks/results/spanning.md). Each takes three plans more."""
 EVEN = (1.0, 0.2, 0.05)
 """Shares of the tolerance to which documents on several ranks are made even, from each start: their rows are many, so
-the cut is fine. Spanning trial, 8 KV heads: with the first alone ranks end 1.1 % later and the fullest is burdened by
-8 % more, with the second alone they end 0.2 % later, with the third alone it is burdened by 1 % more."""
+the cut is fine. Spanning trial, 8 KV heads: with the first alone ranks end 1.0 % later and the fullest is burdened by
+6 % more, with the second alone they end 0.1 % later, with the third alone it is burdened by 2 % more."""
 FEW_EVEN = (1.0, 0.2)
 """The same with many ranks."""
 WORTH = 0.02
 """Share of time that is worth as many bytes as a rank's own Q, K, V and O of a layer. Spanning trial: 0.01 to 0.1
-differ by less than 1 %; 0 burdens the fullest rank by 20 % more with 8 KV heads and by 6 % more with 32."""
+differ by 1 %; 0 burdens the fullest rank by 14 % more with 8 KV heads and by 5 % more with 32."""
 TRAVELS = 2.0
 """Bytes that a layer moves forward and backward, over those of its forward, which is what plans count and what a byte's
 cost is for: backward mirrors forward. What travels again where servers keep nothing is counted apart."""
