@@ -127,14 +127,15 @@ def test_transports_are_tried_between_two_processes(monkeypatch) -> None:
 )
 def test_gpus_are_listed_and_who_reaches_whom(monkeypatch, reach: list[list[int]], shown: list) -> None:
     about = SimpleNamespace(major=9, minor=0, total_memory=140 << 30, name="some GPU")
-    zeros = torch.zeros
+    zeros, tried = torch.zeros, []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reach))
-    monkeypatch.setattr(torch, "zeros", lambda count, device: zeros(count))
+    monkeypatch.setattr(torch, "zeros", lambda count, device: tried.append(device) or zeros(count))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: bool(reach[a][b]))
     first, *listed = doctor.try_devices()
     assert first.ok and first.detail.startswith(f"{len(reach)} × CUDA")
     gpus = [one for one in listed if one.name.startswith("GPU ")]
+    assert tried == [f"cuda:{index}" for index in range(len(reach))]
     assert [one.detail for one in gpus] == ["some GPU, 9.0, 140 GiB"] * len(reach)
     assert [(one.ok, one.detail) for one in listed if one.name == "peer access"] == shown
 

@@ -86,6 +86,17 @@ def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int,
             assert 0 <= row < tick.key_tokens[rank]
 
 
+@given(lengths, st.integers(2, 4), st.integers(8, 40), st.booleans(), st.randoms())
+def test_what_can_be_cut(own: list[int], ranks: int, per_rank: int, zigzag: bool, rng: Any) -> None:
+    """All where no row of the second part stands before one of the first in its document, and nothing else."""
+    layout = Layout.from_stream(own[: ranks * per_rank // 40], ranks, per_rank, zigzag)
+    at = np.array([rng.choice([0, per_rank // 2, rng.randint(0, per_rank)]) for _ in range(ranks)])
+    table = layout.segments.to_array().tolist()
+    rows = sorted((d, p, o + p - b >= at[rank]) for d, b, e, rank, o in table for p in range(b, e))
+    before = any(d == e and second and not third for (d, _, second), (e, _, third) in zip(rows, rows[1:]))
+    assert layout.can_cut(at) != before
+
+
 # Layout, by example: the tables themselves, and what is refused, with the place that the error names.
 
 

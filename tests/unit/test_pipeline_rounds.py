@@ -125,6 +125,15 @@ def test_ranks_that_divide_heads_train_micro_batches_in_one_order(session: Sessi
     assert orders[0] == orders[1] and works[0] == works[1]
 
 
+def test_a_stage_without_a_micro_batch_has_no_rows(session: Session) -> None:
+    given = [[segments_from_cumulative([0, tokens], tokens) for tokens in (9, 5)]]
+    places, program = [Place(0, 0), Place(1, 0)], (ProgramTick(FULL, (0, 1)),)
+    steps = StepPlans(session.plans, places, program, lambda: None, Rounds(2, 2), 0)
+    rows = [steps._layout(given, round_, False, (0, 1)).tokens.tolist() for round_ in range(3)]
+    assert rows == [[9, 0], [5, 9], [0, 5]]
+    assert steps._layout(given, 1, False, (1,)).tokens.tolist() == [0, 9]
+
+
 def test_keys_cost_backward() -> None:
     """In shares of both directions' products: 2 ÷ 7 forward without keys, 5 ÷ 7 backward with them make the whole."""
     cost = CostModel(pair=2.0, row=3.0, key=5.0, task=7.0)

@@ -169,6 +169,8 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE and Profile.load(path).figures == PROFILE.figures
     assert replace(PROFILE, date="another day").figures == PROFILE.figures
+    for change in ({"entries": PROFILE.entries[:1] * 2}, {"inside": 7.0}, {"between": 7.0}, {"unit": "pairs"}):
+        assert replace(PROFILE, **change).figures != PROFILE.figures
     # Of what a file leaves out there is nothing.
     least = {"shape": vars(USUAL_SHAPE), "pair": 1.0}
     path.write_text(json.dumps({"machine": "some GPU", "kernel": "any", "entries": [least]}))

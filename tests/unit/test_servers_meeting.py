@@ -21,12 +21,16 @@ import torch.distributed as dist
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
+from deepspeed_cad.exchange.failure.identity import Identity
+from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.packed import ComparedFirst, GroupTransfer
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server import meeting as meetings
+from deepspeed_cad.server import process
 from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, take_role
 from deepspeed_cad.server.links import ServerLink
-from deepspeed_cad.server.meeting import Hello, Rendezvous, open_board, take_place
+from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, open_board, take_place
 from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
 from deepspeed_cad.server.sockets import Listener
@@ -246,6 +250,25 @@ def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch
         two._all(True)
 
 
+def test_a_server_that_one_trainer_lost_is_lost_for_all(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server 2 as this trainer saw it, server 3 as the other did, which has started one exchange more."""
+
+    def gather(words: list[Any], mine: Any, group: str) -> None:
+        words[:] = [mine, ([3], 8)]
+
+    monkeypatch.setattr(dist, "new_group", lambda **words: "trainers")
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    changed = mock.Mock()
+    monkeypatch.setattr(job.link, "change", changed)
+    meeting = Rendezvous(Split(2, 3, 0, job.place), 20.0)
+    two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, torch.device("cpu"))
+    two._transport = mock.Mock(exchanges=7)
+    job.link.gone[2] = "it ended"
+    two._agree(0)
+    assert two.members == Members(1, 2, (4,), 8)
+    assert changed.call_args.args[:2] == ((4,), 1)
+
+
 def test_nobody_is_told_of_newcomers_where_the_store_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.knock(2)
     assert job.servers.report(0).tolist() == [1]
@@ -286,6 +309,18 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
     assert not isinstance(caught.value, ServerLostError)
 
 
+def test_a_server_that_dies_while_data_move_is_lost() -> None:
+    def closed() -> None:
+        raise RuntimeError("connection closed by peer")
+
+    board, group = Liveness(dist.HashStore(), 0, 2), mock.Mock()
+    board.losses = SimpleNamespace(why=lambda: "", wait=lambda: "server 1 ended")
+    transport = ComparedFirst(group, torch.device("cpu"), Alarm(0, board, 20.0))
+    work = SimpleNamespace(get_future=lambda: SimpleNamespace(done=lambda: True), wait=closed)
+    with pytest.raises(ServerLostError, match="server 1 ended"):
+        transport._receive(GroupTransfer(Identity(1, 0), [], [], [work]))  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("numbers, expected", [
     ((2, 3), [1.0, 2.0, 0.5, 0.25]),
     ((3,), [1.0, 2.0, 0.25]),  # server 2 died
@@ -306,3 +341,18 @@ def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
     assert server._closed.is_set() and server.worker.close.call_count == 2
     opened.transport.close.assert_called_once_with()
     opened.group.close.assert_called_once_with()
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_server_takes_part_in_what_is_measured_at_the_start(
+    generation: int, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers wait for it there. Where servers change, nothing is measured again."""
+    said: list[str] = []
+    server = _Server(Split(2, 1, 2, place), CONFIG, torch.device("cpu"))
+    server.meeting = server.liveness = server.loop = mock.Mock()
+    monkeypatch.setattr(process, "open_again", mock.Mock())
+    monkeypatch.setattr(process, "with_links", lambda *given: said.append("links"))
+    monkeypatch.setattr(process, "find_speeds", lambda *given: said.append("speeds"))
+    server._begin_with(Members(generation, 2, (2,)))
+    assert said == ["links", "speeds"] * (not generation)

@@ -36,6 +36,7 @@ def test_reading_during_a_forward_changes_nothing() -> None:
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(session.statistics))
     training.loss_sum(model, training.pack(training.documents([9, 30], seed=0)))
     assert (seen[0].micro_batches, seen[0].mean_tokens, seen[0].mean) == (1, 39.0, 0.0)  # no plan yet
+    assert seen[0].mean_tokens_before == 39.0  # none was dealt out
     pairs = 4 * (9 * 10 / 2 + 30 * 31 / 2)  # of four head groups
     assert session.statistics.mean == session.statistics.mean == pairs
     for _ in range(20):

@@ -37,6 +37,19 @@ def test_gpus_of_amd_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(probing._local_refusal("nccl", torch.device("cuda"))).endswith("this torch is built for AMD")
 
 
+def test_what_the_doctor_says_of_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(probing, "open_nccl", lambda: 22805)
+    monkeypatch.setattr(probing, "_local_refusal", lambda name, device: f"no {name} on {device}")
+    assert probing.probe("nccl") == (False, "no nccl on cuda:0")
+    monkeypatch.setattr(probing, "_local_refusal", lambda name, device: None)
+    assert probing.probe("nccl") == (True, "NCCL 2.28.5 as torch loads it")
+    for reached in [0], [0, 1]:
+        monkeypatch.setattr(probing, "peer_reach", lambda device, reached=reached: reached)
+        assert probing.probe("nvlink")[0] == (len(reached) > 1)
+
+
 def test_a_library_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise CADUnsupportedError("no libnccl")
