@@ -144,7 +144,7 @@ class _Torch:
 def in_fp64(patch: pytest.MonkeyPatch, model: Any) -> None:
     """What the code of a model computes in fp32 whatever its dtype, it computes in fp64."""
     own = torch.Tensor.float
-    patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else own(x))
+    patch.setattr(torch.Tensor, "float", lambda x: x.double() if x.dtype in (torch.float64, torch.int64) else own(x))
     for name in {type(module).__module__ for module in model.modules()}:
         if name.startswith("transformers.models."):
             patch.setattr(sys.modules[name], "torch", _Torch())

@@ -12,7 +12,7 @@ import training
 from deepspeed_cad.integrations import spanning
 from engines import engine_config, import_deepspeed
 from hybrids import Kernels, difference, in_fp64
-from model_cases import NEW, family, tiny_model
+from model_cases import NEW, VERSION, family, tiny_model
 from pool import WorkerPool
 
 import deepspeed_cad
@@ -271,6 +271,7 @@ def _moved(rank: int, world: int, kind: str, lengths: Any, part: bool, checkpoin
     return moved
 
 
+@pytest.mark.skipif(VERSION < (5, 24), reason="its delta nets repeat Q and K for each value head before the kernel")
 def test_what_moves(workers: WorkerPool) -> None:
     """One layer: a state, or at most what an all-to-all by heads moves. Where documents lie on one rank nothing."""
     assert workers.run(_moved, 2, "qwen3_5_text", [70, 10, 80], False) == [[], []]

@@ -7,6 +7,7 @@ import pytest
 from fuzz.case import MOMENTS, Case, Fate, Plant
 from fuzz.fuzz import run_case
 from fuzz.play import Played
+from model_cases import NEW
 from pool import WorkerPool
 from training import LINKS
 
@@ -21,6 +22,8 @@ def loop(world: int = 2, block: dict[str, Any] | None = None, **changes: Any) ->
 
 def play(workers: WorkerPool, case: Case) -> list[Played]:
     """What trainers give where all of them are right, and rows moved; servers whose time had come are gone."""
+    if not NEW and case.model in ("qwen3_5_text", "deepseek_v3"):
+        pytest.skip("transformers 4 has no such model, or no experts in fp64")
     failure, played = run_case(workers, case)
     trainers = [one for one in played[: case.world] if one is not None]
     assert not failure, failure

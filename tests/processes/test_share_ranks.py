@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from model_cases import FAMILIES, Family, tiny_model
+from model_cases import FAMILIES, NEW, Family, tiny_model
 from pool import WorkerPool
 from ports import free_port
 from served import play
@@ -136,6 +136,8 @@ def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "deepseek_v3"])
 def test_windows_sinks_and_latent_attention(workers: WorkerPool, kind: str) -> None:
+    if not NEW and kind == "deepseek_v3":
+        pytest.skip("transformers 4 has no experts in fp64")
     family = next(one for one in FAMILIES if one.kind == kind)
     results = workers.run(_train, WORLD, 4, None, {"forward_only": "balanced"}, SHARES, family)
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_cases import NEW
 
 from deepspeed_cad.cli import main
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
@@ -296,6 +297,7 @@ def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: di
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4 has not all of them")
 @pytest.mark.parametrize("kind, said", [
     ("qwen3_5", ""),
     ("jamba", "its experts"),
@@ -307,6 +309,7 @@ def test_supported_models_are_read_and_what_is_not_foreseen_is_said(tmp_path: Pa
     assert read_model_shape(str(tmp_path)).not_counted == said
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4 has not all of them")
 def test_layers_that_carry_state_are_read_off_the_model(tmp_path: Path) -> None:
     """Delta nets, both kinds of Mamba (B, C and dt of the second come with its convolution), short convolutions."""
     read = {}

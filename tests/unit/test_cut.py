@@ -88,10 +88,5 @@ def test_where_a_micro_batch_is_cut(lengths: list[list[int]], unit: int, cut: li
     assert (None if found is None else found.tolist()) == cut
 
 
-def test_a_stream_in_zigzag_is_cut_between_its_halves() -> None:
-    found = choose_cut(Layout.from_stream([LONG], 2, LONG // 2, zigzag=True), np.ones(2, np.int64))
-    assert found is not None and found.tolist() == [LONG // 4] * 2
-
-
 def test_cuts_of_many_rows_alone_are_at_round_numbers() -> None:
     assert _at(0.5, np.array([7, 102, 2048, 3000]), np.ones(4, np.int64)).tolist() == [3, 51, 1024, 1536]

@@ -234,6 +234,7 @@ def test_replaced_forward_is_refused() -> None:
         model(**packed(ROW))
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4 then misses its own mask there")
 def test_decoder_that_drops_arguments_is_refused() -> None:
     """Then borders reach no layer, and state would cross them silently."""
     model = _apply(_tiny("lfm2"))
