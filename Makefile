@@ -59,7 +59,7 @@ check: $(VENV)/installed-test
 
 test-matrix: $(VENV)/installed-test native
 	@failed=; for version in $(TRANSFORMERS); do \
-	  .ci/test-with-transformers "$(VENV)" "$$version" $(PYTEST_ARGS) || failed="$$failed $$version"; \
+	  .ci/test-with-transformers "$(VENV)" "$$version" -n $(JOBS) --dist worksteal $(PYTEST_ARGS) || failed="$$failed $$version"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "test-matrix: failed with transformers$$failed"; exit 1; fi
 
