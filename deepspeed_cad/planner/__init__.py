@@ -8,8 +8,9 @@ like kSlack are in csrc/planner_constants.h; each number stands with where it co
 1. *Start at home.* Every rank runs its own rows. If all would then finish within the tolerance of the mean, that is the
    plan. The mean is when all work is done if all start at their base loads and stop together (planner_levels.cpp).
 2. *Levels.* Otherwise ranks are to end within BAND of the tolerance. A rank above its level gives what is above, a rank
-   below takes what is missing. Levels are set so that both sums agree and no more moves than must. Rounds repeat with a
-   looser aim (kAims) until every rank is within the tolerance or the aims are used up (`balance` in planner.cpp).
+   below takes what is missing. Levels are set so that both sums agree and no more moves than must; what is not worth a
+   move (kSlack, kLeastMove) stays. Rounds repeat with a looser aim (kAims) until every rank is within the tolerance or
+   the aims are used up (`balance` in planner.cpp).
 3. *Moves.* In a round the donor whose best move is cheapest goes first (planner_round.cpp). A move is a number of head
    groups times the last rows of a document, because those have the most pairs for each row sent; it goes on with rows
    before them on other donors, so that K and V travel once for all; or it is the first rows of a segment, for a server
