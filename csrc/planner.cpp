@@ -105,7 +105,7 @@ void balance(Columns* columns, double tolerance, const Ranks& pool) {
             for (size_t at = 0; at < pool.size(); ++at) {
                 const int32_t rank = pool[at];
                 levels.most[rank] = room[at], levels.give[rank] = give[at], levels.take[rank] = take[at];
-                levels.slack[rank] = std::max(kSlack * band, kLeastMove) * finish * pace.speed[at];
+                levels.slack[rank] = std::clamp(kLeastMove, kSlack * band, band) * finish * pace.speed[at];
             }
             run_round(columns, levels, pool);
             evacuate(columns, levels.take, pool);

@@ -23,7 +23,7 @@ constexpr double kAims[] = {0.8, 0.85, 0.9, 0.95};
 // Share of the band, per rank. A difference below it is not worth a move. Trial: 0.02 is
 // less than kLeastMove there; with 0.2 bytes differ by 0.1 %.
 constexpr double kSlack = 0.1;
-// Share of the mean, per rank: nor is a difference below this. It would be some hundred rows of a long document, which
+// Share of the mean, per rank: nor is a difference below this, where the band is no narrower. It would be some hundred rows of a long document, which
 // take all keys before them along and often are a kernel call of their own. Spanning trial: 0 makes 5 % more tasks with 8
 // KV heads, 2 % more with 32, and ends 0.1 % earlier.
 constexpr double kLeastMove = 0.001;
@@ -38,14 +38,14 @@ constexpr double kOvershoot = 0.5;
 // Shares of a document's rows. The cheapest move of the last share x of all rows of a document, by bytes per pair, solves
 // x² + 2cx − 2c = 0, where c is the bytes of K and V over those of Q and O in one row of a head group: 0.39 at 8 query heads
 // per KV head, 0.5 at 4, 0.73 at 1, 0.83 where K and V are twice as large. 1.0 is for windows, where all rows cost the same.
-// Trial: one share alone, 0.5, moves 0.7 % more bytes and 3 % more at the hottest rank.
+// Trial: one share alone, 0.5, moves 0.6 % more bytes and 3 % more at the hottest rank.
 constexpr double kMoveShares[] = {0.4, 0.5, 0.6, 0.7, 0.85, 1.0};
 // Times the bytes per unit of load of the cheapest such move. What a move leaves to be moved is charged at this price: the
-// next move will be somewhat worse than the best. Trial: 1.0 needs 1.3 % more tasks and 40 % more time, 1.4 moves 0.8 % more
-// bytes and 3 % more at the hottest rank.
+// next move will be somewhat worse than the best. Trial: 1.0 needs 1.5 % more tasks and 40 % more time, 1.4 moves 0.8 % more
+// bytes and 4 % more at the hottest rank.
 constexpr double kLeftoverPrice = 1.2;
 // Times the rate of the next donor in turn. A donor whose best move became dearer than this waits until those before it have
-// moved. Trial: 1.2 moves 0.1 to 0.3 % more bytes, 1.0 as many.
+// moved. Trial: 1.2 moves 0.2 % more bytes, 1.0 as many.
 constexpr double kDearer = 1.02;
 
 // How far is searched

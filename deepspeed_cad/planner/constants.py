@@ -7,7 +7,7 @@ IN_PLACE are read on both sides; they go to C++ with every question.
 
 BAND = 0.5
 """Share of the tolerance. If any rank is out of the tolerance, all are brought into this share of it: costs are
-predictions, and a plan at the very edge would often miss. Trial: 1.0 moves 0.4 % fewer bytes and ends at max/mean
+predictions, and a plan at the very edge would often miss. Trial: 1.0 moves 0.6 % fewer bytes and ends at max/mean
 1.017, 0.25 moves 0.4 % more and ends at 1.005."""
 BISECTIONS = 60
 """Halvings of the interval in which a level lies: more than the 53 bits of a double's mantissa."""
