@@ -13,15 +13,17 @@ with `"keep": "host"` unless `--cad` says otherwise. The first steps warm up at 
 pinned memory is found in the first; losses of all steps are in the table, so those after the first show whether all
 trained the same. Host memory is what the host has less of after a step than before the model was made, pinned memory
 of all ranks included. `--profile FOLDER` writes what each GPU ran when in the last step's forward and backward, as
-Chrome traces; that step takes longer, by the time that they take to be collected.
+Chrome traces; that step takes longer, by the time that they take to be collected. `--traces FOLDER` sums them up.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -69,6 +71,7 @@ def parse() -> argparse.Namespace:
     add("--lr", type=float, default=1e-5)
     add("--commit", default="", help="where this is not a git checkout: what results name as the commit")
     add("--profile", type=Path, help="folder for torch's traces of the last forward and backward, on GPUs")
+    add("--traces", type=Path, help="only print what the traces of --profile in this folder say")
     add("--output", type=Path, help="JSON file of this run")
     add("--table", type=Path, help="only print a table of the JSON files in this folder")
     add_sizes(parser)
@@ -201,6 +204,25 @@ def _profile(folder: Path | None, rank: int) -> Iterator[None]:
     found.export_chrome_trace(str(folder / f"rank{rank}.json.gz"))
 
 
+def read_traces(folder: Path) -> str:
+    """Of each rank: seconds from the first kernel to the last, in attention, and in gathers of parameters."""
+    lines = ["| rank | all | attention forward | backward | gathers | those of 0.1 s or more, by number and seconds |"]
+    lines.append("|---" * 6 + "|")
+    for path in sorted(folder.glob("rank*.json.gz")):
+        with gzip.open(path, "rt") as file:
+            kernels = [one for one in json.load(file)["traceEvents"] if one.get("cat") == "kernel"]
+        kernels.sort(key=lambda one: one["ts"])
+        begin, end = kernels[0]["ts"], max(one["ts"] + one["dur"] for one in kernels)
+        took = {
+            name: [one["dur"] / 1e6 for one in kernels if re.search(pattern, one["name"])]
+            for name, pattern in (("forward", "flash_fwd"), ("backward", "flash_bwd_sm"), ("gathers", "AllGather"))
+        }
+        sums = " | ".join(f"{sum(one):.2f}" for one in took.values())
+        long = ", ".join(f"{i}: {one:.2f}" for i, one in enumerate(took["gathers"]) if one >= 0.1)
+        lines.append(f"| {path.name.split('.')[0]} | {(end - begin) / 1e6:.2f} | {sums} | {long} |")
+    return "\n".join(lines)
+
+
 def _meet(cuda: bool) -> None:
     """All ranks are here, and their GPUs are done."""
     if cuda:
@@ -242,6 +264,9 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     options = parse()
+    if options.traces:
+        print(read_traces(options.traces))
+        return
     if options.table:
         runs = [json.loads(path.read_text()) for path in sorted(options.table.glob("*.json"))]
         sys.stdout.write(table(runs))
