@@ -79,7 +79,8 @@ ALIKE: tuple[tuple[str, dict[str, Any], float], ...] = (
 
 FAMILIES: tuple[Family, ...] = (
     *(Family(kind, changes, within) for kinds, changes, within in ALIKE for kind in kinds.split()),
-    Family("llama", fast=True), Family("mistral", WINDOW, fast=True), Family("gemma2", WINDOW, 5 * FP32, fast=True),
+    Family("llama", fast=True), Family("mistral", WINDOW, fast=True),
+    Family("gemma2", WINDOW, FP32 if VERSION >= (5, 24) else 5 * FP32, fast=True),
     Family("gpt_oss", WINDOW, fast=True), Family("deepseek_v3", MLA, FP32, fast=True),
     Family("dbrx", {
         "d_model": 32, "n_heads": 4, "n_layers": 2,

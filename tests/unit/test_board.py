@@ -227,14 +227,11 @@ NCCL_SAID = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        (NCCL_SAID, NCCL_SAID.splitlines()[0] + ": " + NCCL_SAID.splitlines()[3]),
-        (NCCL_SAID.rpartition("\n")[0], NCCL_SAID.splitlines()[0]),
-        ("\nConnection reset by peer\nC++ CapturedCallStack:\n#0 a\n", "Connection reset by peer"),
-        ("", "RuntimeError"),
-    ],
-)
+@pytest.mark.parametrize("text, kept", [
+    (NCCL_SAID, NCCL_SAID.splitlines()[0] + ": " + NCCL_SAID.splitlines()[3]),
+    (NCCL_SAID.rpartition("\n")[0], NCCL_SAID.splitlines()[0]),
+    ("\nConnection reset by peer\nC++ CapturedCallStack:\n#0 a\n", "Connection reset by peer"),
+    ("", "RuntimeError"),
+])  # fmt: skip
 def test_a_line_says_what_nccl_said(text: str, kept: str) -> None:
     assert first_line(RuntimeError(text)) == kept
