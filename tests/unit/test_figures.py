@@ -121,8 +121,7 @@ PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0d
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
-MILLION4, MILLION4_KEPT, MILLION4_SPEEDS = (f"h200x4/train_million_256k_4r_{commit}.json"
-                                            for commit in ("a2666e5", "c81e1fe", "5dd52bb"))  # fmt: skip
+MILLION4, MILLION4_KEPT = (f"h200x4/train_million_256k_4r_{commit}.json" for commit in ("dfef9d5", "c81e1fe"))
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
 KEEP = 'cad@{"keep":"host"}'
@@ -234,7 +233,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
     ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
      both(kept_of_ulysses, kept_memory)),
-    ("tokens, likewise | kept {:.2f} of Ulysses; {:.2f} of its memory | `a2666e5` |", MILLION4,
+    ("tokens, likewise | kept {:.2f} of Ulysses; {:.2f} of its memory | `dfef9d5` |", MILLION4,
      both(kept_of_ulysses, kept_memory)),
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
      both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
@@ -352,7 +351,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
                 partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
             for words, mode, file in (
                 ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT),
-                ('`"speeds": "measure"`', 'cad@{"speeds":"measure"}', MILLION4_SPEEDS),
+                ('`"speeds": "measure"`', 'cad@{"speeds":"measure"}', MILLION4),
             )
         ),
         *(
