@@ -70,11 +70,6 @@ def wrong_of(pages: list[str]) -> tuple[int, int]:
     return sum(int(one[2]) for one in counts if one), sum(int(one[1]) for one in counts if one)
 
 
-def speedups(result: Any) -> list[float]:
-    """Of each step of a pipeline."""
-    return [a / b for a, b in zip(result["step_seconds"]["1f1b"], result["step_seconds"]["cad"])]
-
-
 def shares(result: Any) -> float:
     return sum(result["step_seconds"]["kept"]) / sum(result["step_seconds"]["cad"])
 
@@ -172,11 +167,6 @@ def bound_by_plain(result: Any) -> float:
 def million(result: Any, mode: str) -> list[float]:
     rest = [exposed(result, mode, of) for of in ("mean", "max")]
     return [over(result, mode, "ulysses"), over_kept(result, mode, "ulysses"), memory(result, mode), *rest]
-
-
-def kept_on_host(result: Any) -> list[float]:
-    found = [one for mode in ("cad", KEEP) for one in (over(result, mode), result["modes"][mode]["peak_GiB"])]
-    return [*found, result["modes"]["dp"]["peak_GiB"]]
 
 
 def dealt(result: Any, mode: str) -> list[float]:
@@ -360,10 +350,14 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             for files in (ALST, ALST4)
         ),
         ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
-         "h200x2/train_prolong_64k_2r_keep_81a8563.json", kept_on_host),
+         "h200x2/train_prolong_64k_2r_keep_81a8563.json",
+         lambda r: (*(one for mode in ("cad", KEEP) for one in (over(r, mode), r["modes"][mode]["peak_GiB"])),
+                    r["modes"]["dp"]["peak_GiB"])),
     ],
     "pipeline": [
-        (words, file, lambda r: (*speedups(r), r["cad_over_bound"]["bound"]))
+        (words, file, lambda r: (
+            *(a / b for a, b in zip(*(r["step_seconds"][one] for one in ("1f1b", "cad")))),
+            r["cad_over_bound"]["bound"]))
         for words, file in (
             ("| long-document mix, two steps | 7850fb0 | {:.3f}, {:.3f} | {:.3f} |",
              "h200x2/pipeline_pp2_2r_prolong_64k_2r_7850fb0.json"),

@@ -340,9 +340,12 @@ def _find(wanted: Any, took: list[float], cost: Profile | None = PAIRS, determin
     (None, [1.0, 0.5, 2.0]),
     (SECONDS, [0.5, 0.25, 1.0]),  # beside what the costs say: rank 0 is slow itself
 ])  # fmt: skip
-def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float]) -> None:
+def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float], monkeypatch: Any) -> None:
+    timed: list[Any] = []
+    monkeypatch.setattr(speed, "_time", lambda device, kernel, *how: timed.append(how) or 1.0)
     found = _find("measure", [2 * EXPECTED, 4 * EXPECTED, EXPECTED], cost)
     assert found == pytest.approx(np.array(expected), rel=1e-4)
+    assert timed == [(TOKENS["cpu"], speed.REPEATS["cpu"], speed.BUDGET["cpu"])]
 
 
 def test_nothing_is_measured_where_any_rank_is_deterministic(caplog: pytest.LogCaptureFixture) -> None:

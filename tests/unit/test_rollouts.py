@@ -58,6 +58,7 @@ def test_passes_add_up_and_servers_are_left_out() -> None:
         assert all(found)
         first, second, whole = found
         assert whole.seconds.total == pytest.approx(first.seconds.total + 2 * second.seconds.total)
+        assert first.seconds.optimizer > 0 == second.seconds.optimizer
         assert whole.peak == first.peak and whole.tokens == first.tokens and not whole.measured
         assert whole.mfu / whole.tokens_per_second == pytest.approx(5 / 3 * first.mfu / first.tokens_per_second)
 
