@@ -20,12 +20,12 @@ namespace cad {
 // Shares of the band (BAND of the tolerance). Each round of moves aims at one, ever less strictly, because moves in whole
 // granules end beside their aim. Trial: the first is nearly always enough; the others are for coarse granules.
 constexpr double kAims[] = {0.8, 0.85, 0.9, 0.95};
-// Share of the band, per rank. A difference below it is not worth a move. Trial: 0.02 is
-// less than kLeastMove there; with 0.2 bytes differ by 0.1 %.
+// Share of the band, per rank. A smaller difference is not worth a move. Trial: with 0.2 bytes differ by 0.1 %; with 0.02
+// plans are the same, because kLeastMove is more.
 constexpr double kSlack = 0.1;
-// Share of the mean, per rank: nor is a difference below this, where the band is no narrower. It would be some hundred rows of a long document, which
-// take all keys before them along and often are a kernel call of their own. Spanning trial: 0 makes 5 % more tasks with 8
-// KV heads, 2 % more with 32, and ends 0.1 % earlier.
+// Share of the mean, per rank. A smaller difference is not worth a move either, unless the band is narrower still: it would
+// be some hundred rows of a long document, which take all keys before them along and often are a kernel call of their own.
+// Spanning trial: 0 makes 5 % more tasks with 8 KV heads, 2 % more with 32, and ends 0.1 % earlier.
 constexpr double kLeastMove = 0.001;
 // Halvings of the interval in which a level lies: more than the 53 bits of a double's mantissa.
 constexpr int kBisections = 60;

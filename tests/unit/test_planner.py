@@ -174,6 +174,6 @@ def test_zero_speed_rank_serves_nothing_and_a_fast_rank_serves_more() -> None:
     assert times.max() <= times.mean() * 1.05 and times.min() >= times.mean() * 0.95
 
 
-def test_a_narrow_tolerance_is_kept_where_less_is_not_worth_a_move_else() -> None:
+def test_a_tolerance_narrower_than_the_least_move_is_kept() -> None:
     tick = Layout.from_rank_lengths([[65536], [4096] * 16, [32768] * 2, [16384] * 4]).tick()
     assert not make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.0005)).notes
