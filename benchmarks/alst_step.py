@@ -208,7 +208,10 @@ def read_traces(folder: Path) -> str:
     """Of each rank: seconds from the first kernel to the last, in attention, and in gathers of parameters."""
     lines = ["| rank | all | attention forward | backward | gathers | those of 0.1 s or more, by number and seconds |"]
     lines.append("|---" * 6 + "|")
-    for path in sorted(folder.glob("rank*.json.gz")):
+    paths = sorted(folder.glob("rank*.json.gz"))
+    if not paths:
+        raise SystemExit(f"--traces: {folder} has no rank*.json.gz, which --profile writes on GPUs")
+    for path in paths:
         with gzip.open(path, "rt") as file:
             kernels = [one for one in json.load(file)["traceEvents"] if one.get("cat") == "kernel"]
         kernels.sort(key=lambda one: one["ts"])
