@@ -68,16 +68,16 @@ def equivalent() -> list[re.Pattern[str]]:
 
 
 def tests_for(path: str) -> list[str]:
-    """All files of tests: those first that name the module, then its room, then those in one process."""
+    """All files of tests: those first that name the module, then by their own names, then those of its room."""
     words = Path(path).with_suffix("").parts
     module = ".".join(words if words[0] == "deepspeed_cad" else ("deepspeed_cad", *words)).removesuffix(".__init__")
     package, _, stem = module.rpartition(".")
     module_named = re.compile(rf"{re.escape(module)}\b|{re.escape(package)} import (?:.*\b)?{stem}\b")
     room_named = re.compile(rf"{re.escape(package)}\b")
 
-    def distance(file: Path) -> tuple[bool, bool, bool, str]:
-        text = file.read_text()
-        return not module_named.search(text), not room_named.search(text), file.parent.name != "unit", file.name
+    def distance(file: Path) -> tuple[bool | str, ...]:
+        text, elsewhere = file.read_text(), file.parent.name != "unit"
+        return not module_named.search(text), stem not in file.name, not room_named.search(text), elsewhere, file.name
 
     return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").glob("*/test_*.py"), key=distance)]
 
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
     parser.add_argument("--tests-seconds", type=float, default=900.0, help="of tests for one mutant; later is a kill")
     parser.add_argument("--unit", action="store_true", help="unit tests alone")
-    parser.add_argument("--again", action="store_true", help="try those again that were not killed")
+    parser.add_argument("--again", action="store_true", help="try those again that no test killed")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
     args = parser.parse_args()
     if os.environ.get("DEEPSPEED_CAD_AUTOLOAD") != "0":  # nothing of the package before the fork
@@ -183,7 +183,7 @@ def main() -> None:
         names = mutant.name, f"{mutant.path} {mutant.scope}: {mutant.operator}"
         if any(entry.fullmatch(name) for entry in harmless for name in names):
             found = {"result": "equivalent", "seconds": 0.0, "by": ""}
-        elif known["digest"] == digest and (known["result"] == "killed" or not args.again):
+        elif known["digest"] == digest and (not args.again or known["result"] == "killed" and known["by"] != "time"):
             found = known
         elif time.monotonic() - started > args.seconds:
             continue

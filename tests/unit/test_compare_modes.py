@@ -227,8 +227,8 @@ def test_servers_are_chosen_on_the_same_documents_as_other_modes() -> None:
 
 
 def test_the_first_step_says_how_many_servers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Layout] = []
-    monkeypatch.setattr(modes_cad, "even_servers", lambda setting, layout: asked.append(layout) or 2)
+    asked, tried = list[Layout](), list[int]()
+    monkeypatch.setattr(modes_cad, "even_servers", lambda setting, layout: asked.append(layout) or 3)
     layouts = [Layout.from_rank_lengths([[4096]] * 4) for _ in range(3)]
-    compare(setting(), [layouts[:2], layouts[2:]], ["cad reserved"])
-    assert len(asked) == 1 and asked[0] is layouts[0]
+    compare(setting(), [layouts[:2]], ["cad reserved"], fewer=lambda servers: tried.append(servers) or [layouts[2:]])
+    assert len(asked) == 1 and asked[0] is layouts[0] and tried == [1, 2, 3]

@@ -172,6 +172,8 @@ def test_hosts_are_even_first() -> None:
 def test_even_rows_stay_where_no_gain_is_asked_for() -> None:
     step = step_of([[[10, 20]], [[12, 18]]])
     assert deal(step, costs_of(step, 0.0), 0.0) is None
+    step = step_of([[[40, 40, 2, 1]], [[1, 20, 2, 2]]], padded=True)  # a row that costs most, nearly all for attention
+    assert deal(step, costs_of(step, 30.0), 0.0).after < 30000
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -111,7 +111,7 @@ EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
 ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
-ALST4 = ("h200x4/alst_cad_c81e1fe.json", "h200x4/alst_kept_c81e1fe.json")
+ALST4 = [(f"h200x4/alst_cad{one}_d8ffd03.json", "h200x4/alst_kept_d8ffd03.json") for one in ("", "_priority", "_ctas")]
 PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0dd75f", "pp4_4r_heavy_64k_4r_6af240d"))
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
@@ -228,8 +228,8 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
      both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
     ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
-    ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `c81e1fe` |", ALST4,
-     alst),
+    ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `d8ffd03` |",
+     ALST4[0], alst),
     ("gathered as often, 4 steps | {:.2f} of plain | `720b9da` |", "h200x4/fsdp2_prolong_64k_4r.json",
      lambda r: (r["tokens_per_s_per_gpu"]["cad"] / r["tokens_per_s_per_gpu"]["plain"],)),
     ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
@@ -347,7 +347,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         *(
             ("| {0:.1f} | {2:.3f} | {1:.1f} | {3:.3f} | {4:.1f} | {5:.5f}, {6:.5f} |", files, lambda cad, rival: (
                 cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"]))
-            for files in (ALST, ALST4)
+            for files in (ALST, *ALST4)
         ),
         ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
          "h200x2/train_prolong_64k_2r_keep_81a8563.json",

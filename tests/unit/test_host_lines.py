@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed_cad.integrations import structure
 from deepspeed_cad.integrations.callback import estimate_savings
-from deepspeed_cad.integrations.positions import no_rows
+from deepspeed_cad.integrations.positions import no_rows, plain_mask
 from deepspeed_cad.integrations.trainer import unknown_loss, wrong_loss
 from deepspeed_cad.integrations.verify import loss_of
 from transformers import Trainer
@@ -71,11 +71,13 @@ def test_where_a_model_that_is_still_on_the_cpu_trains(monkeypatch, backends: st
     assert structure.training_device(torch.nn.Linear(2, 2)) == torch.device(device)
 
 
-def test_the_row_of_padding_is_taken_out_wherever_it_is() -> None:
+def test_rows_and_masks_of_padding() -> None:
+    """The row is taken out wherever it is; a mask that numbers documents becomes one of 0 and 1."""
     padded, other = torch.zeros(1, 1, 4), torch.zeros(1, 3)
     found = no_rows({"logits": padded, "hidden": (padded, other), "loss": None, "count": 5})
     assert found["logits"].shape == (1, 0, 4) and found["hidden"][0].shape == (1, 0, 4)
     assert found["hidden"][1] is other and found["loss"] is None and found["count"] == 5
+    assert plain_mask({"attention_mask": torch.tensor([[0, 1, 1, 2]])})["attention_mask"].tolist() == [[0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("output, loss", [

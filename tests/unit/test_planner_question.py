@@ -69,6 +69,7 @@ def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) 
     (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
     (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
     (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
+    (LISTS | {"ranks_per_node": [4, -1]}, r"ranks_per_node\[1\] is -1; expected above 0"),
     (LISTS | {"hosts": [0, 1]}, r"hosts is \[0, 1\]; expected a list of 3 values, each a whole number"),
     (LISTS | {"hosts": [0, 1, 0], "ranks_per_node": 2}, "both given: give one"),
     (LISTS | {"links": {"between": 0}}, "links.between is 0; expected GB/s above 0"),

@@ -105,7 +105,7 @@ def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: py
     [("qwen3_5_text", DELTA, "delta_rule"), ("bamba", {"attn_layer_indices": [1], **MAMBA}, "scan")],
 )
 def test_probe_sees_in_bf16(
-    kind: str, changes: Any, kernel: str, autocast: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, changes: Any, kernel: str, autocast: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """With weights as they are at the start of a pre-training, and all that bf16 rounds away: right kernels, and right
     convolutions beside a recurrence that ignores borders, whose state is small."""
@@ -124,7 +124,9 @@ def test_probe_sees_in_bf16(
     _apply(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**packed(ROW)).logits.float().sum().backward()
+        model.eval()(**packed(ROW))
     assert set(_ways().values()) == {Way.DOCUMENTS if leaks else Way.BORDERS}
+    assert caplog.text.count("runs document by document") == leaks  # not again in evaluation
 
 
 def test_stock_leaks() -> None:
