@@ -101,8 +101,7 @@ def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) ->
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for step in range(2):
         training.step_as_alone(model, reference, training.documents(LENGTHS[(rank + step) % 3], seed=rank))
-    session = deepspeed_cad.current_session()
-    return session.statistics.landing_bytes
+    return deepspeed_cad.current_session().statistics.landing_bytes
 
 
 def _check(found: list[Counted], limit: float) -> None:

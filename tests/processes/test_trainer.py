@@ -130,8 +130,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
         made.add_callback(CADCallback())
         return made
 
-    first = trainer()
-    first.train()
+    trainer().train()
     statistics = deepspeed_cad.current_session().statistics
     assert statistics.mean * world == pytest.approx(float(statistics.load.sum()))
 

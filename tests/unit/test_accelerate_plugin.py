@@ -61,8 +61,7 @@ def test_without_a_plugin_nothing_is_bound(fresh, bound, handlers) -> None:
 def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[CADPlugin(tolerance=0.2)])
     model = accelerator.prepare(training.tiny_llama())
-    frozen = training.tiny_llama().requires_grad_(False)
-    accelerator.prepare(frozen, torch.nn.Linear(2, 2))
+    accelerator.prepare(training.tiny_llama().requires_grad_(False), torch.nn.Linear(2, 2))
     accelerator.prepare_model(training.tiny_llama(), evaluation_mode=True)
     assert bound == [(model, CADConfig(tolerance=0.2))]
 

@@ -175,8 +175,7 @@ def test_a_request_is_the_block_of_every_json(python, config: str, got: str) -> 
         f" kind, block, *_ = deepspeed.initialize(config={config}); print(kind, block['tolerance'])\n"
         "except ValueError as error:\n print(error)"
     )
-    said = python(code, DEEPSPEED_CAD_CONFIG='{"tolerance": 0.2}')
-    assert got in said
+    assert got in python(code, DEEPSPEED_CAD_CONFIG='{"tolerance": 0.2}')
 
 
 def test_a_request_that_cannot_be_read_stops_the_import(python) -> None:

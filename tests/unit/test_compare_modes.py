@@ -154,8 +154,7 @@ def test_one_recommendation_and_servers_are_not_a_second() -> None:
         f"{SERVERS[0]:.2f} to {SERVERS[1]:.2f}."
     )
     assert SERVERS[1] < 1.0, "once servers are measured to win, the sentence and the choice are to be thought over"
-    slower = Comparison((made("cad", 7.0), made("cad reserved", 7.0)), {})
-    assert "Reserve" not in recommend(slower)
+    assert "Reserve" not in recommend(Comparison((made("cad", 7.0), made("cad reserved", 7.0)), {}))
     full = Comparison((made("cad", 7.0, peak=99.0), replace(made("cad reserved", 9.0), degree=3)), {})
     assert full.to_json()["reserve"] == 3
 

@@ -73,8 +73,7 @@ def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
 
         return simple(10, function)
 
-    local = segments_from_positions([list(range(10))])
-    forward = ForwardCheck(local, 1)
+    forward = ForwardCheck(segments_from_positions([list(range(10))]), 1)
     for window, name in ((None, "full"), (5, "window"), (None, "full again"), (5, "window again")):
         forward.see(window, note(name))
     assert asked == ["full", "window"]

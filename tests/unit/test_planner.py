@@ -88,8 +88,7 @@ def test_the_same_rows_on_the_same_ranks(problem: PlanInput, window: int) -> Non
     plan = make_plan(problem)
     check_coverage(plan.tasks, problem.tick, problem.shape.groups)
     assert check_cuts(plan.tasks, problem.tick, problem.granularity) == 0
-    again = split_own_rows(problem.tick, plan.tasks, window, problem.granularity)
-    np.testing.assert_array_equal(again, plan.tasks)
+    np.testing.assert_array_equal(split_own_rows(problem.tick, plan.tasks, window, problem.granularity), plan.tasks)
     table = build_slices(problem.tick, plan.tasks, window).table
     moved = table[table[:, 1] != table[:, 2]]
     size = np.where(moved[:, 0] == 0, problem.shape.query_bytes, problem.shape.key_value_bytes) * moved[:, 6]

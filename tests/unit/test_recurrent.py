@@ -38,8 +38,7 @@ def _apply(model: Any, **changes: Any) -> Any:
 
 
 def _ways() -> dict[str, Way]:
-    session = deepspeed_cad.current_session()
-    (binding,) = session.bindings.values()
+    (binding,) = deepspeed_cad.current_session().bindings.values()
     return {kind[0].__name__: way for kind, way in binding.ways.found.items()}
 
 

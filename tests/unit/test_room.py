@@ -116,8 +116,7 @@ def test_bytes_of_a_row_are_those_of_the_pass_that_has_more() -> None:
     assert rows_of_layers(SHAPE) == ((2048, 512), (1040, 512)), "dO and Q; O and LSE"
     assert rows_of_ticks(SHAPE) == ((3088, 512), (1040, 512)), "dO, Q, O and LSE"
     # In fp64 LSE is too; here dQ is wider than O with LSE.
-    wide = HeadShape(4, 2, 64, 16, 8)
-    assert rows_of_ticks(wide).out == (1024 + 2 * 256 + 16, 640)
+    assert rows_of_ticks(HeadShape(4, 2, 64, 16, 8)).out == (1024 + 2 * 256 + 16, 640)
 
 
 class Landing:

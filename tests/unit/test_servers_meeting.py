@@ -178,8 +178,7 @@ class Job:
 
     def __init__(self, place: str, pool: ThreadPoolExecutor) -> None:
         self.place, self.pool = place, pool
-        role = Split(1, 1, 0, place)
-        meeting = Rendezvous(role, CHANGES.timeout_s)
+        meeting = Rendezvous(Split(1, 1, 0, place), CHANGES.timeout_s)
         meeting.root.set("hello/0", "{}")
         self.link = ServerLink(0, {}, open_board(meeting, True), 20.0)
         self.servers = SurvivingServers(meeting, CHANGES, self.link.liveness, self.link, torch.device("cpu"))

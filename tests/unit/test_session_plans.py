@@ -111,8 +111,7 @@ def test_ranks_that_come_later_to_attention_get_less_and_loads_speak_of_attentio
 
 def test_ranks_compare_costs_and_configuration(session: Session) -> None:
     """What "auto" finds differs between machines though their configurations are equal."""
-    settings = f"{session.config.fingerprint()} {session.cost.figures}"
-    assert session.gatherer._settings == digest(settings)
+    assert session.gatherer._settings == digest(f"{session.config.fingerprint()} {session.cost.figures}")
     with closing(Session(CADConfig.from_dict(BLOCK | {"granularity": 128}), torch.device("cpu"))) as other:
         assert other.cost.figures == session.cost.figures and other.gatherer._settings != session.gatherer._settings
 

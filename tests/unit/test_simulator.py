@@ -200,6 +200,9 @@ def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: f
     assert weight_seconds(own, 3, *slow, 16) == pytest.approx(3 * first)
     late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
     assert weight_seconds(own, 3, *fast, 16) == pytest.approx(3 * (late + first))
+    # ZeRO-2 has the whole backward for all gradients.
+    whole = own.cluster.gather(2.0 * own.stage_parameters, 16)
+    assert weight_seconds(replace(own, sharding="zero2"), 3, 0.0, whole, 16) == pytest.approx(whole)
 
 
 def test_as_many_servers_as_have_equally_much_to_do() -> None:

@@ -86,6 +86,9 @@ def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
     assert sorted(rows[0]) == [[0, 0], [0, 0], [0, 0], [900, 1000]]
     assert rows[1] == [[256, 356], [256, 612], [256, 868], [132, 1000]], "in multiples of 128 from 100 on"
     assert rows[2] == [[400, 500], [0, 0], [400, 900], [100, 1000]], "and of 200: fewer blocks than waves"
+    # With a window a later block reads no more keys than the first.
+    parts = split_tasks(tick, tasks[:1], 100, Cut(3, 4, 16))
+    assert [part[:, 1:3].tolist() for part in parts] == [[[100, 340]], [[340, 580], [580, 820]], [[820, 1000]]]
 
 
 @pytest.mark.parametrize("window", [None, 19])
