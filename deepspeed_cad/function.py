@@ -87,7 +87,10 @@ def attend(
     """O [T, H, V] of one layer: the way in of every model, of one's own (`Step.attend`) and of transformers.
 
     `run`: attention of the running micro-batch. `label` names the layer in errors; for the others see Step.attend."""
-    rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale), window, softcap)
+    if window is not None and window < 1:
+        raise CADDataError(f"{label}: window is {window}; expected at least 1, the token itself, or None for no window")
+    # Flash-attention says 0 for no soft cap.
+    rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale), window, softcap or None)
     return run(LayerInput(layer, q_THD, k_TKD, v_TKV, rule, sinks, label))
 
 

@@ -146,7 +146,7 @@ class AttentionCall:
         """K and V that it read of the other nano-batch, for a layer that runs again before the other one does."""
         self.parked: Parked | None = None
         """From the forward until the backward ran, where what is kept is parked."""
-        self._saved_plainly = False
+        self._saved_plainly = self._trains = False
 
     def __call__(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """O [T, H, V], all steps one after the other."""
@@ -169,6 +169,7 @@ class AttentionCall:
         self, token: Tensor, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
         self._saved_plainly = is_saved_plainly()
+        self._trains = any(x is not None and x.requires_grad for x in (q_THD, k_UKD, v_UKV, sinks_H))
         return _Collect.apply(self, token, q_THD, k_UKD, v_UKV, sinks_H)
 
     # The steps of both passes, as the nodes below call them.
@@ -205,7 +206,9 @@ class AttentionCall:
         return None if self.setup.modes.recompute else self.setup.modes.parking
 
     def keep(self, kept: Kept, inputs: tuple[Tensor, ...]) -> None:
-        if self.parking is None:
+        if self._saved_plainly and not self._trains:
+            self.end()  # as in frozen layers below all that is trained
+        elif self.parking is None:
             self.state = kept
         else:
             self.state = self.parked = Parked(self.parking, kept, inputs, self.setup.label, self._saved_plainly)
@@ -321,6 +324,11 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         call: AttentionCall = ctx.call
+        if torch.is_grad_enabled():
+            raise CADError(
+                f"{call.setup.label}: create_graph=True (gradients of gradients) is not supported: attention can be "
+                "differentiated once"
+            )
         saved = ctx.saved_tensors
         if len(saved) > 3:
             o, lse, *served = saved[3:]

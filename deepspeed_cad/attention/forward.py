@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from deepspeed_cad.attention.device_schedule import Batches
 from deepspeed_cad.attention.overlap import Return, run_tasks
@@ -68,7 +69,8 @@ class Kept:
     def check_unchanged(self, label: str) -> None:
         """Raise CADError where the model changed O in place: backward, and a layer that runs again, need it as it was.
         Autograd compares versions of what `save_for_backward` holds, but not where checkpointing keeps that."""
-        if self.o_THV._version != self.version:
+        # What offloading brings back is another tensor, which was changed once at most: by what filled it.
+        if self.o_THV._version > self.version:
             raise CADError(
                 f"{label}: its output was changed in place, and its backward needs it as it was. Change a "
                 "copy in the model (x = x * y instead of x *= y or x.mul_(y))"
@@ -156,5 +158,8 @@ def collect_forward(setup: CallSetup, done: ForwardServed) -> Kept:
 
 
 def version_of(o_THV: Tensor) -> int:
-    """How often O was changed in place; 0 where torch does not count."""
-    return 0 if torch.is_inference_mode_enabled() else o_THV._version
+    """How often O was changed in place, at least once from now on; 0 where torch does not count."""
+    if torch.is_inference_mode_enabled():
+        return 0
+    increment_version(o_THV)
+    return o_THV._version

@@ -45,8 +45,7 @@ def _run(transport: PackedTransport, schedule: Schedule, moment: Moment) -> None
 
 
 def _leaves_out(rank: int, world: int, lengths: list[list[int]], seed: int, waits: bool) -> None:
-    board = open_board(dist.group.WORLD, rank, world)
-    transport = c10d_transport(dist.group.WORLD, CPU, Alarm(rank, board, 30.0))
+    transport = c10d_transport(dist.group.WORLD, CPU, Alarm(rank, open_board(dist.group.WORLD, rank, world), 30.0))
     schedule, after = _schedule(rank, [[24, 8], [8, 24], [16]], 0), _schedule(rank, lengths, seed)
     for turn in range(20):  # what nobody waits for on any rank harms nothing
         transport.dispatch(schedule, _fields(schedule), 0, Moment(turn))

@@ -94,8 +94,7 @@ def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block:
 
 @pytest.mark.parametrize(("world", "spans"), [(2, False), (4, False), (3, True)])
 def test_every_option_is_exact(workers: WorkerPool, world: int, spans: bool) -> None:
-    found = workers.run(options, world, SPANNING if spans else UNEVEN, spans, BLOCK)
-    assert found == [2 * len(OPTIONS)] * world
+    assert workers.run(options, world, SPANNING if spans else UNEVEN, spans, BLOCK) == [2 * len(OPTIONS)] * world
 
 
 def _options_of_trainers(rank: int, world: int, block: dict[str, Any]) -> int:
@@ -295,6 +294,7 @@ MISTAKES: dict[str, Callable[..., Any]] = {
     "sinks have shape [4]; the plan of this micro-batch expects [8]": lambda *qkv: _plan([0, 90])(*qkv).attend(
         *qkv, layer=0, sinks=make(4)
     ),
+    "layer 0: window is 0; expected at least 1": lambda *qkv: _plan([0, 90])(*qkv).attend(*qkv, layer=0, window=0),
     "layer 3: q has shape [89, 8, 16]; the plan of this micro-batch expects [90, 8, 16]": _rows_of(
         lambda q, k, v: (q[1:], k, v)
     ),

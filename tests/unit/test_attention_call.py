@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import document_attention
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention.call import Calls, Released
@@ -121,6 +122,12 @@ def run_whole(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *giv
     return change(layer(*given))
 
 
+def offloaded(layer: Layer, change: Callable[[torch.Tensor], torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """As from a GPU, where what comes back is another tensor."""
+    with saved_tensors_hooks(torch.clone, torch.clone):
+        return run_whole(layer, change, *given)
+
+
 RUNS = pytest.mark.parametrize("run", [run_whole, checkpointed])
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True])
 
@@ -137,7 +144,7 @@ def test_output_changed_in_place_is_an_error(run: Callable[..., torch.Tensor], r
         o.sum().backward()
 
 
-@RUNS
+@pytest.mark.parametrize("run", [run_whole, checkpointed, offloaded])
 @RECOMPUTE
 def test_gradients_of_a_layer(run: Callable[..., torch.Tensor], recompute: bool) -> None:
     given = inputs(8)
@@ -159,6 +166,8 @@ def test_gradients_of_a_layer(run: Callable[..., torch.Tensor], recompute: bool)
 @RECOMPUTE
 def test_second_backward_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
     layer, given = Layer([8], Modes(recompute=recompute)), inputs(8)
+    with pytest.raises(CADError, match=f"{LABEL}: create_graph=True"):
+        torch.autograd.grad(run(Layer([8], Modes(recompute=recompute)), abs, *given).sum(), given, create_graph=True)
     o = run(layer, lambda o: o * 2, *given)
     (first,) = torch.autograd.grad(o.sum(), given[:1], retain_graph=True)
     if recompute:  # autograd holds all of it, or has it made again
@@ -184,7 +193,9 @@ def test_sinks_are_trained_alone(calls: Calls, run: Callable[..., torch.Tensor])
     whole = Layer([8])
     whole.micro_batch.calls = calls
     whole(*inputs(8)).sum().backward()
-    for one in (layer, whole):
+    frozen = Layer([8])
+    run(frozen, lambda o: o, q, k, v)
+    for one in (layer, whole, *[frozen] * (run is run_whole)):
         (call,) = one.micro_batch._calls.values()
         assert isinstance(call.state, Released)
         if isinstance(call, SurvivingCall):

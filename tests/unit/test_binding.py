@@ -84,8 +84,7 @@ def test_nothing_is_left_of_a_forward_that_raised() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         model(**batch())
     assert functions.running.get() is None and binding.called_with == {}
-    other = training.tiny_llama()
-    training.loss_sum(other, training.pack([torch.arange(5)])).backward()
+    training.loss_sum(training.tiny_llama(), training.pack([torch.arange(5)])).backward()
 
 
 def test_a_copy_keeps_the_hooks_and_not_cad() -> None:

@@ -67,8 +67,7 @@ def test_what_keeps_nothing_keeps_nothing_on_the_host() -> None:
 ])  # fmt: skip
 def test_what_cannot_run_is_left_out_with_its_reason(changes: dict[str, Any], mode: str, reason: str) -> None:
     own = setting(**changes)
-    step = [[Layout.from_rank_lengths([[4096]] * own.seats)]]
-    found = compare(own, step, [mode, "plain"])
+    found = compare(own, [[Layout.from_rank_lengths([[4096]] * own.seats)]], [mode, "plain"])
     assert reason in found.left_out[mode] and [one.mode for one in found.found] == ["plain"]
 
 

@@ -105,8 +105,7 @@ def test_whatever_is_dealt_holds_each_token_once(
 
 def lengths_of(ranks: int, micro_batches: int, documents: int, seed: int) -> list[list[list[int]]]:
     rng = np.random.default_rng(seed)
-    drawn = np.minimum(rng.lognormal(3.0, 1.0, (ranks, micro_batches, documents)).astype(int) + 1, 400)
-    return drawn.tolist()
+    return np.minimum(rng.lognormal(3.0, 1.0, (ranks, micro_batches, documents)).astype(int) + 1, 400).tolist()
 
 
 @pytest.mark.parametrize("padded", [False, True])

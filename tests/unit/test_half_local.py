@@ -43,8 +43,7 @@ def test_own_rows_stay_and_only_keys_come() -> None:
         (0, 300, 100, 200, 200), (0, 0, 100, 200, 300),
     ]  # fmt: skip
     assert upload_schedule(schedule, torch.device("cpu")).waves[0].keys_overlap, "head group 2 is read twice"
-    alone = schedule_rank(LONG.tick(), slices, 2, 3)
-    assert not upload_schedule(alone, torch.device("cpu")).waves[0].keys_overlap
+    assert not upload_schedule(schedule_rank(LONG.tick(), slices, 2, 3), torch.device("cpu")).waves[0].keys_overlap
     keys = slices.table[(slices.table[:, KIND] == KEY) & (slices.table[:, SERVER] == 2)]
     assert set(keys[:, HOME]) == {0, 1, 2}, "its own keys lie beside the others"
 

@@ -19,8 +19,7 @@ lengths = st.lists(st.integers(1, 40), max_size=12)
 def test_positions_and_cumulative_lengths_agree(own: list[int]) -> None:
     positions = np.concatenate([np.arange(n) for n in own]) if own else np.zeros(0, np.int64)
     ends = np.concatenate([[0], np.cumsum(own)])
-    total = int(ends[-1])
-    assert segments_from_positions(positions).same_as(segments_from_cumulative(ends, total))
+    assert segments_from_positions(positions).same_as(segments_from_cumulative(ends, int(ends[-1])))
 
 
 @given(lengths, st.integers(1, 5), st.integers(1, 60))

@@ -132,8 +132,7 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def join(rank: int, timeout_s: float = 60.0) -> Any:
-    alarm = Alarm(rank, None, timeout_s)
-    return nccl.join_ranks(SimpleNamespace(rank=rank), CPU, alarm)  # type: ignore[arg-type]
+    return nccl.join_ranks(SimpleNamespace(rank=rank), CPU, Alarm(rank, None, timeout_s))  # type: ignore[arg-type]
 
 
 def test_a_rank_without_nccl_is_named_by_all(joining: pytest.MonkeyPatch) -> None:

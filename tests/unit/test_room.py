@@ -52,8 +52,7 @@ def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: fl
     room = memory.room(SHAPE)
     ranks = [waves_within(LONG.tick(), tasks, rank, 8, None, Cut(), room).schedules for rank in (0, 3)]
     assert len(ranks[0]) == len(ranks[1]) <= most
-    found = room_needed(room, [(one.served_rows, one.landed_rows) for one in ranks[0]])[0]
-    assert found <= room.limit
+    assert room_needed(room, [(one.served_rows, one.landed_rows) for one in ranks[0]])[0] <= room.limit
     for one, other in zip(*ranks, strict=True):
         assert one.digest == other.digest
     if len(ranks[0]) > 1:

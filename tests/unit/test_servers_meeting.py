@@ -327,8 +327,7 @@ def test_a_server_that_dies_while_data_move_is_lost() -> None:
     ((), [1.0, 2.0]),
 ])  # fmt: skip
 def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: list[float]) -> None:
-    found = speeds_of(meetings.Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25]))
-    assert found.tolist() == expected
+    assert speeds_of(meetings.Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25])).tolist() == expected
 
 
 def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:

@@ -113,8 +113,7 @@ def test_without_checkpointing_every_layer_keeps_what_its_mlp_and_its_norms_take
 
 
 def test_ulysses_divides_heads_and_deals_groups_out_or_repeats_them() -> None:
-    twelve = replace(MODEL, heads=12, kv_heads=4)
-    assert modes.degrees(replace(setting(8), model=twelve), "ulysses") == [2, 4]
+    assert modes.degrees(replace(setting(8), model=replace(MODEL, heads=12, kv_heads=4)), "ulysses") == [2, 4]
     assert modes.degrees(replace(setting(8), model=replace(MODEL, heads=8, kv_heads=2)), "ulysses") == [2, 4, 8]
 
 

@@ -109,8 +109,7 @@ def test_why_a_process_ended() -> None:
 ])  # fmt: skip
 def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) -> None:
     changes = {"trainers": 2, "trainers_serve": serve, "servers": servers, "servers_at_start": servers}
-    figures = Statistics(mean=1.0, slowest_before=1.66, slowest=3.0)
-    facts = replace(train(0).facts(), **changes, statistics=figures)
+    facts = replace(train(0).facts(), **changes, statistics=Statistics(mean=1.0, slowest_before=1.66, slowest=3.0))
     assert f", {words}, " in session_lines.summary(facts)
     beside = f" beside {servers} reserved server{'s' * (servers > 1)}" if servers else ""
     assert session_lines.describe(facts).startswith(f"rank 0 of 2 attention servers{beside}, ")
