@@ -317,8 +317,9 @@ class LandingTransport(Transport):
         nothing, no_fields = np.zeros(self.ranks + 1, np.int64), np.zeros((0, 5 + self.ranks), np.int64)
         try:
             # A stream that shares a queue of the GPU with the stuck one waits behind it: one of several gets through.
+            # In inference mode, because memory that grew there can be written nowhere else.
             for stream in self._rescue:
-                with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.inference_mode():
                     for area in self._lanes.areas():
                         if area.capacity:
                             area.buffer.tensor.fill_(255)
