@@ -12,6 +12,7 @@ last, `losses: [...]`, is what to compare. Without a checkpoint or data: `--tiny
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import time
@@ -204,6 +205,7 @@ def finish() -> None:
     if torch.cuda.is_available():
         dist.destroy_process_group()
     else:
+        atexit._run_exitfuncs()
         os._exit(0)
 
 

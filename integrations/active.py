@@ -156,7 +156,7 @@ def _why(session: Session | None) -> str:
             "is in eval mode while it trains"
         )
     if _waits_for_group() or (not dist.is_initialized() and torch.cuda.device_count() > 1):
-        return "torch.distributed is not initialised; start the script with accelerate launch, torchrun or deepspeed"
+        return "torch.distributed is not initialised: the script must do it, under accelerate, torchrun or deepspeed"
     return (
         "no transformers model with causal attention was passed to Accelerator.prepare or deepspeed.initialize, or ran "
         "a training forward. Call deepspeed_cad.apply(model) in the script, or take CAD out"

@@ -42,7 +42,7 @@ def find_model(model: nn.Module) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             return module
     raise CADUnsupportedError(
-        f"{type(model).__name__} contains no transformers model; CAD needs a PreTrainedModel with causal attention"
+        f"{type(model).__name__} contains no transformers model: attention of your own calls deepspeed_cad.open"
     )
 
 

@@ -139,7 +139,7 @@ class Feed:
         unread = ""
         if self.deals and not self.read_ahead:
             unread = (
-                "documents stay on their ranks: no loader is read ahead of training; "
+                "documents stay on their ranks until a loader is read ahead of training, as Accelerate's soon are; "
                 "read yours through current_session().look_ahead(loader, model)"
             )
         return "; ".join(filter(None, (self.arranged, self.stays, unread)))

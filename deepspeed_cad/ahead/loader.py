@@ -49,6 +49,10 @@ class LookAheadLoader:
             model.follow()
 
     def _announced(self, source: Source, given: int) -> Iterator[Any]:
+        if not self._feed.config.look_ahead:
+            while taken := source.take(1):
+                yield taken[0]
+            return
         self._feed.begin_epoch(self._accumulation)
         begun = (given if self._trained is None else self._trained()) % self._accumulation
         step = self._submit(source, source.take(self._accumulation - begun))

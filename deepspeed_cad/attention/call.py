@@ -325,10 +325,7 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         call: AttentionCall = ctx.call
         if torch.is_grad_enabled():
-            raise CADError(
-                f"{call.setup.label}: create_graph=True (gradients of gradients) is not supported: attention can be "
-                "differentiated once"
-            )
+            raise CADError(f"{call.setup.label}: create_graph=True (gradients of gradients) is not supported")
         saved = ctx.saved_tensors
         if len(saved) > 3:
             o, lse, *served = saved[3:]

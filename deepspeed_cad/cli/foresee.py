@@ -174,7 +174,7 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"{', '.join(map(str, cluster.sizes)) or cluster.per_host}, {machine.copies / 1e9:.0f} GB/s inside and "
         f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
         f"rows of {rows}",
-        "CAD deals documents out to all GPUs before a step where that gains, which was not measured on GPUs yet"
+        "CAD deals documents out to all GPUs before a step where that gains (docs/steps.md)"
         if setting.deals
         else "CAD leaves documents where the trainer dealt them out to, and balances every pass",
     ]
@@ -278,7 +278,7 @@ def draw(
                 for one in at(modes, **{name: value}).found:
                     if one.fits:
                         points[one.mode].append((value, one.tokens_per_second))
-        if points.get("cad reserved") != []:  # else nobody can serve here
+        if name != "servers" or points["cad reserved"]:  # else nobody can serve here
             drawn.append(str(folder / f"{name.replace('servers', 'reserved')}.png"))
             draw_curves(over, points, drawn[-1])
     return drawn

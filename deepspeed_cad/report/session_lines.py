@@ -53,7 +53,7 @@ def describe(facts: SessionFacts) -> str:
     return (
         f"rank {facts.rank} of {facts.trainers} attention servers{servers}{_shares(facts)}, {_transport(facts)}, "
         f"overlap {facts.overlap}, tolerance {facts.tolerance}, cost {facts.cost}, {areas}{_links(facts)}{facts.speeds}"
-    )
+    ).removesuffix(", ")
 
 
 def summary(facts: SessionFacts) -> str:

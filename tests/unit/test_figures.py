@@ -405,7 +405,7 @@ def test_what_a_whole_model_is_foreseen_to_hold(capsys: pytest.CaptureFixture[st
     """By the command beside the figures, within a GiB or two."""
     command = re.search(r"`deepspeed-cad (plan long-mix --ranks 8 [^`]*)`", page("README.md"))
     said = re.search(
-        r"(\d+) GiB are foreseen in plain training, (\d+) with attention kept, (\d+) with CAD and (\d+) with",
+        r"torch holds (\d+) GiB in plain training, (\d+) with attention kept, (\d+) with CAD and (\d+) with",
         page("README.md"),
     )
     assert command is not None and said is not None
