@@ -298,7 +298,7 @@ def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, 
 
 def test_documents_that_nobody_deals_out_for_want_of_a_loader_are_said_to_stay() -> None:
     said = SimpleNamespace(deals=True, read_ahead=False, arranged="", stays="")
-    assert "no loader is read ahead" in Feed.in_words.fget(said)  # type: ignore[attr-defined]
+    assert "until a loader is read ahead" in Feed.in_words.fget(said)  # type: ignore[attr-defined]
     StepAhead(said)  # type: ignore[arg-type]
     assert Feed.in_words.fget(said) == ""  # type: ignore[attr-defined]
 

@@ -250,8 +250,8 @@ def test_pictures_of_what_is_foreseen(
     draw, drawn = foresee.draw_curves, {}
     monkeypatch.setattr(foresee, "draw_curves", lambda over, *rest: (drawn.update({over: rest[0]}), draw(over, *rest)))
     folder, steps = tmp_path / "pictures", tmp_path / "steps.png"
-    words = f"long-mix --ranks 4 --steps 1 --context 16384 --modes plain,cad --sharding {sharding}".split()
-    code, said = plan(capsys, *words, "--pictures", folder, "--plot", steps)
+    words = f"long-mix --ranks 4 --steps 1 --context 16384 --sharding {sharding} --modes".split()
+    code, said = plan(capsys, *words, "plain,cad,cad reserved", "--pictures", folder, "--plot", steps)
     names = {"step.png", "ranks.png", "context.png", *["reserved.png"] * (sharding == "zero1")}
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (steps, *folder.iterdir()))
