@@ -78,8 +78,9 @@ def start_backward(
 
 
 def with_packed_heads(do_THV: Tensor) -> Tensor:
-    """dO as slices are taken from it: each row's heads lie side by side. Gradients that autograd makes may be views."""
-    packed = do_THV.stride(-1) == 1 and do_THV.stride(-2) == do_THV.shape[-1]
+    """dO as slices are taken from it: each row's heads side by side. Autograd's gradients may be views, or one row for
+    all tokens."""
+    packed = do_THV.stride(-1) == 1 and do_THV.stride(-2) == do_THV.shape[-1] and do_THV.stride(0) > 0
     return do_THV if packed else do_THV.contiguous()
 
 

@@ -46,8 +46,7 @@ def go_on(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def say_line(process: subprocess.Popen[str], line: str) -> None:
-    said = process.stdout.readline().strip()
-    assert said == line, process.communicate(timeout=20)[1][-3000:]
+    assert process.stdout.readline().strip() == line, process.communicate(timeout=20)[1][-3000:]
 
 
 @pytest.mark.long

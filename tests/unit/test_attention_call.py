@@ -11,6 +11,7 @@ from cases import document_attention
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_cad.attention.backward import with_packed_heads
 from deepspeed_cad.attention.call import Calls, Released
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed
@@ -231,3 +232,4 @@ def test_steps_out_of_order_are_an_error() -> None:
     (call,) = layer.micro_batch._calls.values()
     with pytest.raises(CADError, match=f"{LABEL}: its steps ran out of order: Kept where ForwardServed"):
         call.expect(ForwardServed)
+    assert with_packed_heads(torch.ones(HEADS, DIM).expand(8, HEADS, DIM)).is_contiguous(), "as of o.sum(0)"

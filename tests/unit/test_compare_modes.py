@@ -190,8 +190,7 @@ def test_what_fits_and_what_would() -> None:
     assert say_need(full).endswith(f"it would fit with rows of at most {int(100 * share)}% of these tokens")
     heavy = replace(full, state=120 * 2**30)
     assert say_need(heavy).endswith("it would fit with more GPUs that share the weights")
-    off = replace(heavy, offloadable=110 * 2**30)
-    assert say_need(off).endswith("it would fit with --offload-optimizer")
+    assert say_need(replace(heavy, offloadable=110 * 2**30)).endswith("it would fit with --offload-optimizer")
 
 
 def test_only_what_was_compared_has_no_star() -> None:
