@@ -210,5 +210,4 @@ def as_alone(module: Any, query: torch.Tensor, descriptor: MaskDescriptor) -> to
         steps = torch.floor((torch.from_numpy(at).to(query.device).float() + 1.0) / module.floor_scale)
         return (torch.log1p(steps) * module.attn_scale + 1.0).to(torch.promote_types(query.dtype, torch.float32))
 
-    factor = temperature(position) / temperature(in_row)
-    return (query * factor[:, None, :, None]).to(query.dtype)
+    return (query * (temperature(position) / temperature(in_row))[:, None, :, None]).to(query.dtype)

@@ -123,8 +123,7 @@ def _sample(document: Ints, width: int, window: int | None, rng: np.random.Gener
     starts = np.flatnonzero(border[:-1] & (document >= 0))
     stops = np.flatnonzero(border[1:] & (document >= 0)) + 1
     longest = np.argsort(starts - stops, kind="stable")[: DOCUMENTS // 2]
-    drawn = rng.permutation(len(starts))[: DOCUMENTS - len(longest)]
-    chosen = np.union1d(longest, drawn).astype(np.int64)
+    chosen = np.union1d(longest, rng.permutation(len(starts))[: DOCUMENTS - len(longest)]).astype(np.int64)
     start, stop = (np.tile(each[chosen], QUERIES) for each in (starts, stops))
     query = rng.integers(start, stop)
     query[: len(chosen)], query[len(chosen) : 2 * len(chosen)] = starts[chosen], stops[chosen] - 1

@@ -57,8 +57,9 @@ class PreparedIterator(Iterator[Any]):
 
     def _announced(self) -> Iterator[Any]:
         binding = self._binding = self._find_binding()
-        if binding is not None and binding.announcer is not None and binding.announcer.loader is self.loader:
-            binding.announcer.drop()  # the epoch before was broken off, and its iterator is still there
+        before = None if binding is None or binding.looks_at_loader() else binding.announcer
+        if before is not None and before.loader is self.loader:
+            before.drop()  # the epoch before was broken off, and its iterator is still there
         try:
             first = next(self.plain)
         except StopIteration:

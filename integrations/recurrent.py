@@ -307,8 +307,7 @@ class _Call:
             return self._varlen(borders, hidden_1TD, attention_mask=mask_1T, **told)
         wide, rows = borders.gapped(self.gap, device)
         blank = hidden_1TD.new_zeros(1, wide.width, hidden_1TD.shape[-1])
-        output = self._varlen(wide, blank.index_copy(1, rows, hidden_1TD), attention_mask=None)
-        return take(output, 1, rows)
+        return take(self._varlen(wide, blank.index_copy(1, rows, hidden_1TD), attention_mask=None), 1, rows)
 
     def _varlen(self, borders: Borders, hidden_1TD: torch.Tensor, **told: Any) -> torch.Tensor:
         cumulative, longest = borders.cumulative(hidden_1TD.device), max(borders.lengths)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.forward_only import in_step, within, wrap_once
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
+from deepspeed_cad.integrations.structure import find_model
 from transformers.trainer_utils import has_length
 
 from deepspeed_cad.ahead.feed import Feed
@@ -151,11 +152,14 @@ def wrong_loss(trainer: Any, count: Any) -> str:
 
 def unknown_loss(trainer: Any) -> str:
     """Why nobody knows that a Trainer gives the same where documents change ranks; empty where it is known."""
-    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    if owner.__module__.partition(".")[0] != "transformers" and owner.__name__ != "SFTTrainer":
-        return f"{owner.__name__} computes a loss of its own, of which it is not known by what it is divided"
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        return "compute_loss_func is the script's own, of which it is not known by what it divides"
+    model = find_model(trainer.model)
+    for one, name in ((trainer, "compute_loss"), (model, "forward")):
+        owner = next(cls for cls in type(one).__mro__ if name in vars(cls))
+        if owner.__module__.partition(".")[0] != "transformers" and owner.__name__ != "SFTTrainer":
+            return f"{owner.__name__} computes a loss of its own, of which it is not known by what it is divided"
+    for one, name in ((trainer, "compute_loss_func"), (model, "_loss_function")):
+        if getattr(one, name, None) is not None:
+            return f"{name.strip('_')} is the script's own, of which it is not known by what it divides"
     if getattr(trainer.args, "neftune_noise_alpha", None):
         return "neftune_noise_alpha puts noise on tokens"
     return ""

@@ -139,7 +139,8 @@ class Binding:
         """Before the decoder's forward: find the micro-batch and its plan."""
         names = inspect.signature(decoder.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("output_attentions"):
+        weights = given.get("output_attentions")
+        if getattr(getattr(decoder, "config", None), "output_attentions", False) if weights is None else weights:
             raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
         training, unread = decoder.training and torch.is_grad_enabled(), None
         if self.reference and training:
@@ -181,8 +182,7 @@ class Binding:
         empty = 0 in batch_shape(given)
         if not (empty or follows) and self.ulysses is None:
             check_padding(self, micro_batch, given)
-        ready_made = getattr(given.get(MASK), "ndim", 2) == 4
-        shown = int(micro_batch.local().end.max(initial=0)) if ready_made else 0
+        shown = int(micro_batch.local().end.max(initial=0)) if getattr(given.get(MASK), "ndim", 2) == 4 else 0
         running.set(Scope(self, micro_batch, training, shared, unread, empty, shown=shown))
         if training and self.forwards < self.session.config.verify:
             self._check = micro_batch.check = Check(
@@ -204,8 +204,7 @@ class Binding:
         return kept, given
 
     def _before_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = inspect.signature(model.forward).parameters
-        self.called_with = dict(zip(names, args, strict=False)) | kwargs
+        self.called_with = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
 
     def _after_model(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         self.end_model(output)

@@ -9,6 +9,7 @@ Shapes: `N` batch rows, `T` tokens of each, `B` bytes of one token's fields toge
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,7 +251,7 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
         real = np.arange(length.max()) < length[:, None]
         tokens[torch.from_numpy(real.reshape(-1))] = torch.cat(pieces)
     # What is not a tensor (None, flags) stays as it was.
-    batch: dict[str, Any] = dict(like)
+    batch: Any = copy(like)
     for field, column in zip(fields.per_token, tokens.split(fields.sizes, 1)):
         batch[field.name] = field.from_bytes(column, rows)
     if not fields.padded and "labels" in batch and "shift_labels" not in batch:

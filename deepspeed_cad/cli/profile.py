@@ -92,8 +92,7 @@ def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
 def _measure_kernel(args: argparse.Namespace, shape: HeadShape, device: torch.device, tell: Tell) -> Profile:
     """Time attention on this process's device, and print the table. Raises CADError where the times do not fit."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    need = KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group)
-    kernel = choose(args.kernel, need)
+    kernel = choose(args.kernel, KernelNeed(device, dtype, shape.head_dim, shape.value_dim, shape.heads_per_group))
     machine = machine_name(device)
     print(f"{machine}, {kernel.name}: {shape}", flush=True)
     sizes = sizes_for(device, args.quick)

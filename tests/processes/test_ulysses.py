@@ -39,8 +39,7 @@ def _piece(docs: list[torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
 
 
 def _loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    given = {name: batch[name] for name in ("input_ids", "position_ids")}
-    logits = model(**given, use_cache=False).logits
+    logits = model(**{name: batch[name] for name in ("input_ids", "position_ids")}, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import training
 from deepspeed_cad.integrations import structure
 from deepspeed_cad.integrations.callback import estimate_savings
 from deepspeed_cad.integrations.positions import no_rows, plain_mask
@@ -30,14 +31,13 @@ def test_savings_are_those_of_all_layers() -> None:
 
 
 class OwnLoss(Trainer):
-    """A trainer with a loss of its own."""
-
     def compute_loss(self, *given: Any, **more: Any) -> Any:
         return None
 
 
 def trainer_with(kind: type, **changes: Any) -> Any:
     made = object.__new__(kind)
+    made.model = training.tiny_llama()
     made.args = SimpleNamespace(**{"average_tokens_across_devices": True, "label_smoothing_factor": 0.0} | changes)
     return made
 
@@ -57,6 +57,8 @@ def test_why_a_loss_keeps_documents_where_they_are(kind: type, changes: dict[str
 def test_the_trainers_own_loss_is_known() -> None:
     made = trainer_with(Trainer)
     assert wrong_loss(made, 5) == unknown_loss(made) == ""
+    made.model.loss_function = print
+    assert "loss_function is the script's own" in unknown_loss(made)
     made.compute_loss_func = print
     assert "compute_loss_func" in unknown_loss(made)
     assert "neftune" in unknown_loss(trainer_with(Trainer, neftune_noise_alpha=5))

@@ -40,8 +40,7 @@ def test_plans_of_any_kind_are_plans(problem: PlanInput) -> None:
 @given(problems(), st.sampled_from(Units), st.floats(0.2, 3), st.sampled_from([-1, 0, 1, 2]))
 def test_what_the_core_finds_for_any_aim(problem: PlanInput, units: Units, level: float, kept: int) -> None:
     """With units they come down to a level around the mean."""
-    at_home = solve(problem, Aim(UNBOUNDED))
-    mean = float(at_home.work_before.sum() / problem.speeds.sum())
+    mean = float(solve(problem, Aim(UNBOUNDED)).work_before.sum() / problem.speeds.sum())
     check_solution(problem, solve(problem, Aim(problem.tolerance, units, level * mean, kept)))
 
 

@@ -48,8 +48,7 @@ def test_headroom_is_what_the_limit_leaves() -> None:
 @pytest.mark.parametrize("limit_gib, most", [(100, 1), (8, 6), (4.6, 16), (3.5, 16), (3.1, 32)])
 def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: float, most: int) -> None:
     """Every rank cuts alike, and no more than it must."""
-    memory = ExchangeMemory(limit_gib * 2**30, "a test")
-    room = memory.room(SHAPE)
+    room = ExchangeMemory(limit_gib * 2**30, "a test").room(SHAPE)
     ranks = [waves_within(LONG.tick(), tasks, rank, 8, None, Cut(), room).schedules for rank in (0, 3)]
     assert len(ranks[0]) == len(ranks[1]) <= most
     assert room_needed(room, [(one.served_rows, one.landed_rows) for one in ranks[0]])[0] <= room.limit
