@@ -211,11 +211,10 @@ def _combinations(config: CADConfig) -> list[tuple[bool, str, str, str]]:
     """What keys exclude in each other: whether it is so, the key that is wrong, what it may be, and why."""
     goes_on, host = config.on_server_failure == "continue", config.keep == "host"
     beside = 'With "on_server_failure": "continue"'
-    transports = '"auto", "nvlink", "nccl" or, on CPUs, "c10d"'
     return [
         (goes_on and config.servers == "all", "on_server_failure", '"stop"',
          'With "servers": "all" every rank trains, and none can be done without.'),
-        (goes_on and config.transport == "mixed", "transport", transports,
+        (goes_on and config.transport == "mixed", "transport", '"auto", "nvlink", "nccl" or, on CPUs, "c10d"',
          f'{beside} the "mixed" transport cannot go on without a rank.'),
         (goes_on and config.recompute_attention, "recompute_attention", "false",
          f"{beside} attention may run again with other servers, and what is recomputed must have the same shapes."),

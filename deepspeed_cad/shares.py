@@ -167,8 +167,7 @@ def divide(groups: int, held: Ints) -> Ints:
     """[ranks] head groups of each, in proportion to the rows that it holds, rounded by the largest remainders."""
     exact = groups * held / held.sum()
     shares = np.floor(exact).astype(np.int64)
-    missing = groups - int(shares.sum())
-    shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
+    shares[np.argsort(shares - exact, kind="stable")[: groups - int(shares.sum())]] += 1
     return shares
 
 

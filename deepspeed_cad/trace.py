@@ -148,8 +148,7 @@ class Tracer:
 def open_tracer(path: str, device: torch.device, rank: int, ranks: int) -> Tracer | None:
     """The tracer that the config or `deepspeed-cad trace` asks for; None where neither does."""
     path = os.environ.get(PATH_VARIABLE, path)
-    steps = int(os.environ.get(STEPS_VARIABLE, STEPS))
-    return Tracer(path, steps, device, rank, ranks) if path else None
+    return Tracer(path, int(os.environ.get(STEPS_VARIABLE, STEPS)), device, rank, ranks) if path else None
 
 
 def to_events(rank: int, spans: list[Span], serves: bool = False) -> list[dict[str, Any]]:

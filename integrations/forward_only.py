@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -36,8 +36,8 @@ generating: ContextVar[bool] = ContextVar("deepspeed_cad_generating", default=Fa
 """`generate` of a model runs."""
 _roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Outermost wrappers of FSDP1 that ran."""
-_even_batch: ContextVar[weakref.ref[torch.Tensor] | None] = ContextVar("deepspeed_cad_even_batch", default=None)
-"""Token ids that every rank's loader gave out last, if it is known to give every rank as many batches."""
+_even_batch: ContextVar[tuple[Any, Sequence[Binding]]] = ContextVar("deepspeed_cad_even_batch", default=(None, ()))
+"""Token ids that every rank's loader gave out last, and the models that look at them once, on every rank."""
 
 
 def wrap_once(owner: Any, name: str, run: Callable[..., Any]) -> None:
@@ -49,12 +49,14 @@ def wrap_once(owner: Any, name: str, run: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def are_shared(session: Session, given: Mapping[str, Any]) -> bool:
+def are_shared(binding: Binding, given: Mapping[str, Any]) -> bool:
     """Whether a forward without backward that is given this, and no cache, is run by all ranks together."""
+    session, (even, looking) = binding.session, _even_batch.get()
     if session.group_ranks == 1 or generating.get():
         return False
-    even, ids = _even_batch.get(), given.get("input_ids")
-    of_even_loader = even is not None and ids is not None and even() is ids
+    of_even_loader = binding in looking and even is not None and even() is given.get("input_ids")
+    if of_even_loader:
+        given_out(None, ())  # what looks at it again may be one rank by itself
     return session.config.forward_only == "balanced" or in_step.get() or of_even_loader
 
 
@@ -68,10 +70,11 @@ def within(what: ContextVar[bool]) -> Iterator[None]:
         what.reset(token)
 
 
-def given_out(batch: Any) -> None:
-    """A loader that gives every rank as many batches gave out this one, or something that has no token ids."""
+def given_out(batch: Any, looking: Sequence[Binding]) -> None:
+    """A loader gave this out, at which these look on every rank: they train nothing in this epoch, and all have as many
+    batches of it."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    _even_batch.set(weakref.ref(ids) if isinstance(ids, torch.Tensor) else None)
+    _even_batch.set((weakref.ref(ids) if isinstance(ids, torch.Tensor) else None, looking))
 
 
 def install_generation_hooks(module: ModuleType) -> None:

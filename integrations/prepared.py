@@ -9,6 +9,7 @@ as many batches, forwards without backward are balanced. What does not go togeth
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,68 +35,60 @@ class PreparedIterator(Iterator[Any]):
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
         self.loader, self.plain = loader, batches
         """The batches, for somebody else to announce; only before the first was taken."""
-        self._binding: Binding | None = None
-        self._even = _gives_as_many(loader)
-        self._counted = (0, 0)
-        """Training forwards, and those without backward that ranks ran together, before the first batch."""
-        self._batches = self._announced()
+        # Nothing here is held by what it holds: where a script breaks off, this goes with its loop and ends the pass.
+        self._batches = _Pass(loader).give_out(batches)
 
     def __next__(self) -> Any:
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._follow()
-            raise
-        given_out(batch if self._even else None)
-        return batch
+        return next(self._batches)
 
-    def drop(self) -> None:
+
+class _Pass:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def drop(self, binding: Binding) -> None:
         """Nothing more of this epoch is trained: what was announced is dropped, on every rank."""
-        if self._binding is not None and self._binding.announcer is self:
-            self._binding.announcer = None
-            self._binding.feed.begin_epoch()
+        if binding.announcer is self:
+            binding.announcer = None
+            binding.feed.begin_epoch()
 
-    def _announced(self) -> Iterator[Any]:
-        binding = self._binding = self._find_binding()
-        before = None if binding is None or binding.looks_at_loader() else binding.announcer
-        if before is not None and before.loader is self.loader:
-            before.drop()  # the epoch before was broken off, and its iterator is still there
-        try:
-            first = next(self.plain)
-        except StopIteration:
-            return
-        if binding is not None:
-            self._counted = binding.forwards, binding.looked
-        yield first
+    def give_out(self, plain: Iterator[Any]) -> Iterator[Any]:
+        session = current_session()
+        self._bindings: list[Binding] = [] if session is None else list(session.bindings.values())
+        # Training forwards of each model so far, and those without backward that ranks ran together.
+        self._counted = [(one.forwards, one.looked) for one in self._bindings]
+        looking = [one for one in self._bindings if one.looks_at_loader()] if _gives_as_many(self.loader) else []
+        for batch in self._announced(plain):
+            given_out(batch, looking)
+            yield batch
+        looked = [one for one, (_, before) in zip(self._bindings, self._counted) if one.looked > before]
+        if looked and not self._trained():
+            looked[0].follow()
+
+    def _trained(self) -> list[Binding]:
+        return [one for one, (before, _) in zip(self._bindings, self._counted) if one.forwards > before]
+
+    def _announced(self, plain: Iterator[Any]) -> Iterator[Any]:
+        for binding in self._bindings:
+            before = None if binding.looks_at_loader() else binding.announcer
+            if before is not None and before.loader is self.loader:
+                before.drop(binding)  # the epoch before was broken off, and its iterator is still there
+        yield from (first := list(islice(plain, 1)))
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
-        if binding is None or binding.announcer is not None or binding.forwards != self._counted[0] + 1:
-            yield from self.plain
-        elif not binding.feed.agree_to_announce(_reads(binding, first)):
-            yield from self.plain
+        binding = next(iter(self._trained()), None)
+        if binding is None or binding.announcer is not None or not binding.session.config.look_ahead:
+            yield from plain
+        # What was a model before may not be gone yet on some rank, so ranks ask each other whether there is one only.
+        elif not binding.feed.agree_to_announce(
+            len(self._bindings) == 1 and binding.forwards == self._counted[0][0] + 1 and _reads(binding, *first)
+        ):
+            yield from plain
         else:
             binding.announcer = self
             try:
-                yield from LookAheadLoader(self.loader, binding.feed, batches=self.plain)
+                yield from LookAheadLoader(self.loader, binding.feed, batches=plain)
             finally:
-                # Also where the script breaks off: the iterator goes with its loop.
-                self.drop()
-
-    def _follow(self) -> None:
-        """The epoch is over: attend for ranks that have more of it, where it was one of forwards without backward."""
-        binding = self._binding
-        if binding is not None and binding.forwards == self._counted[0] and binding.looked > self._counted[1]:
-            self._counted = binding.forwards, binding.looked
-            binding.follow()
-
-    def _find_binding(self) -> Binding | None:
-        """The model that may train these batches, if there is one only, and plans can be made ahead."""
-        session = current_session()
-        if session is None or session.group_ranks == 1 or not session.config.look_ahead or len(session.bindings) != 1:
-            return None
-        # Its state, which checkpoints hold, counts what was read and not what was trained.
-        if getattr(self.loader, "use_stateful_dataloader", False):
-            return None
-        return next(iter(session.bindings.values()))
+                self.drop(binding)
 
 
 def _gives_as_many(loader: Any) -> bool:

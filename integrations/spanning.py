@@ -108,8 +108,7 @@ def _convolve(
     own: Callable[..., Any], spanning: Spanning, layer: nn.Module, x_1CT: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """A causal convolution whose pieces have the rows before them in front."""
-    weight = args[0] if args else kwargs["weight"]
-    count, rows_TC = weight.shape[-1] - 1, x_1CT[0].T
+    count, rows_TC = (args[0] if args else kwargs["weight"]).shape[-1] - 1, x_1CT[0].T
     before = spanning.before(count)
     blank = rows_TC.new_zeros(count, rows_TC.shape[1])
     came = spanning.bring(before.exchange, layer, CONVOLUTION, rows_TC.index_select(0, before.sent))

@@ -152,7 +152,7 @@ class Binding:
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
         follows = self.follows is not None
-        even = follows or (not asks and forward_only.are_shared(self.session, given))
+        even = follows or (not asks and forward_only.are_shared(self, given))
         shared = training or (even and not cached)
         if self.reference and forward_only.keeps_its_own(decoder, given, self.session.device.type):
             running.set(Scope(self, None))

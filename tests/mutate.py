@@ -56,8 +56,7 @@ def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     for found in by_room.values():
         share = min(len(found), round(count * len(found) / total))
         # The place in the room's own order, so that a run that is stopped has seen all rooms alike.
-        first = sorted(found, key=lambda one: one.rank(seed))[:share]
-        chosen += [(at / share, one) for at, one in enumerate(first)]
+        chosen += [(at / share, one) for at, one in enumerate(sorted(found, key=lambda one: one.rank(seed))[:share])]
     return [one for _, one in sorted(chosen, key=lambda pair: pair[0])]
 
 

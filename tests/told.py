@@ -29,7 +29,6 @@ def told(docs: list[torch.Tensor], form: str) -> dict[str, Any]:
     if "bool" in form or "additive" in form:
         shown = (numbers[:, :, None] == numbers[:, None]) & (numbers[:, :, None] > 0)
         shown = shown.tril()[:, None]
-        lowest = torch.finfo(torch.float64).min
-        added = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, lowest)
+        added = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, torch.finfo(torch.float64).min)
         batch["attention_mask"] = shown if "bool" in form else added
     return batch

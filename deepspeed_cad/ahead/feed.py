@@ -70,7 +70,7 @@ class Feed:
     def read(self, given: Mapping[str, Any]) -> Announcement:
         """This rank's documents of a batch; raises what `read_documents` does."""
         mine = read_documents(given)
-        return with_ids(mine, given) if self.shares.count > 1 and not self.shares.pieces else mine
+        return mine if self.shares.pieces else with_ids(mine, given)
 
     # What loaders say
 
@@ -87,13 +87,19 @@ class Feed:
         subject, self._asked = Subject(What.LOADER, self.number, index=self._asked), self._asked + 1
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
-    def begin_epoch(self, at_once: int = 1) -> None:
-        """The loader starts again: what was announced but not trained is dropped, here and on the other ranks.
-        `at_once`: as many micro-batches may be drawn before the first of them is trained, those of a step."""
-        self._drop_next(len(self._ahead))
+    def begin_epoch(self, at_once: int = 1) -> int:
+        """The loader starts again: what was announced but not trained is dropped, here and on other ranks. Gives the
+        epoch's number. `at_once`: micro-batches of a step, which may be drawn before the first of them is trained."""
+        self.break_off(self._epoch)
         self._epoch += 1
         self._index = self._step = self._given_out = 0
         self._at_once = max(self._at_once, at_once)
+        return self._epoch
+
+    def break_off(self, epoch: int) -> None:
+        """What was announced in this epoch is not trained any more."""
+        if epoch == self._epoch:
+            self._drop_next(len(self._ahead))
 
     def give_out(self) -> None:
         """The loader gives the training loop one more batch, if one is left that was announced."""
@@ -171,8 +177,9 @@ class Feed:
                 raise CADError("no micro-batch was announced")
             return self._wait(self._gather_now(mine))
         if mine is not None and self.draws_more:
-            drawn = (one.local.same_as(mine.local) for one, _ in islice(self._ahead, self._given_out))
-            passed_over = next((place for place, same in enumerate(drawn) if same), 0)
+            drawn = enumerate(one for one, _ in islice(self._ahead, self._given_out))
+            same = [(one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local)]
+            passed_over = min(same, default=(False, 0))[1]
             self._drop_next(passed_over)
             if not passed_over:  # it reads its loader ahead of training
                 self._at_once = self._given_out

@@ -49,11 +49,19 @@ class LookAheadLoader:
             model.follow()
 
     def _announced(self, source: Source, given: int) -> Iterator[Any]:
-        if not self._feed.config.look_ahead:
+        # Its state, which checkpoints hold, counts what was read and not what was trained.
+        stateful = hasattr(self._loader, "state_dict") and getattr(self._loader, "use_stateful_dataloader", True)
+        if stateful or not self._feed.config.look_ahead:
             while taken := source.take(1):
                 yield taken[0]
             return
-        self._feed.begin_epoch(self._accumulation)
+        epoch = self._feed.begin_epoch(self._accumulation)
+        try:
+            yield from self._by_step(source, given)
+        finally:  # also where the script breaks off
+            self._feed.break_off(epoch)
+
+    def _by_step(self, source: Source, given: int) -> Iterator[Any]:
         begun = (given if self._trained is None else self._trained()) % self._accumulation
         step = self._submit(source, source.take(self._accumulation - begun))
         while step is not None:

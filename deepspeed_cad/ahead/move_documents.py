@@ -65,16 +65,24 @@ class Fields:
     padded: bool
 
     @property
+    def names(self) -> set[str]:
+        return {one.name for one in self.per_token}
+
+    @property
     def cuts(self) -> bool:
         """Whether documents may be cut: nothing but what is known is attached to tokens, targets among it."""
-        names = {one.name for one in self.per_token if not one.front}
-        known = len(names) == len(self.per_token) and names <= {"input_ids", POSITIONS, *TARGETS}
-        return known and POSITIONS in names and not names.isdisjoint(TARGETS)
+        known = self.names <= {"input_ids", POSITIONS, *TARGETS} and not any(one.front for one in self.per_token)
+        return known and POSITIONS in self.names and not self.names.isdisjoint(TARGETS)
 
     @property
     def carries(self) -> bool:
         """Whether what is cut off takes along the token behind it, for its label: the target of the token before."""
-        return all(one.name != "shift_labels" for one in self.per_token)
+        return "shift_labels" not in self.names
+
+    @property
+    def unknown(self) -> list[str]:
+        """Those of which nobody knows what belongs into padding, but where some is seen."""
+        return sorted(self.names - {"input_ids", "token_type_ids", POSITIONS, MASK, *TARGETS}) if self.padded else []
 
     @property
     def sizes(self) -> list[int]:
@@ -87,6 +95,7 @@ class Fields:
 
 def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
     """The fields of a micro-batch whose documents can be moved; otherwise the reason why they cannot."""
+    batch = {name: value for name, value in batch.items() if value is not None}
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or 0 in ids.shape:
         return "it has no input_ids of the shape [batch, tokens]"
@@ -113,7 +122,7 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
             derived.append(name)
         elif found is not None:
             per_token.append(found)
-        elif value is not None and not isinstance(value, bool):
+        elif not isinstance(value, bool):
             what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value).__name__})"
             return f'its field "{name}" {what} is not one value per token'
     if "labels" in batch and "shift_labels" not in batch and not padded:
@@ -254,15 +263,14 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
     batch: Any = copy(like)
     for field, column in zip(fields.per_token, tokens.split(fields.sizes, 1)):
         batch[field.name] = field.from_bytes(column, rows)
-    if not fields.padded and "labels" in batch and "shift_labels" not in batch:
+    if not fields.padded and fields.names.intersection(TARGETS) == {"labels"}:
         # The first token of a row has nothing before it that predicts it, whatever was before it elsewhere.
         batch["labels"][0, np.cumsum(length) - length] = IGNORED
     if carried:
         batch[POSITIONS][0, -1] = 0
         length = np.append(length[:-1], [length[-1] - 1, 1])
     for name in fields.derived:
-        if like[name] is not None:
-            batch[name] = _derive(name, like[name], length)
+        batch[name] = _derive(name, like[name], length)
     devices = {name: like[name].device for name in batch if isinstance(batch[name], torch.Tensor)}
     away = {name: device for name, device in devices.items() if device.type != "cpu"}
     for name in away:

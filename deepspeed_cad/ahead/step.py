@@ -138,7 +138,7 @@ class StepAhead:
             return as_loaded, own
         step, costs = documents.step, feed.plans.step_costs(documents, keys, feed.number)
         order = order_rows(step.sums(costs.work))[replica]
-        padding = self._agreed(said)
+        padding = self._agreed(said, fields)
         feed.arranged = ORDERED if padding is None and self.accumulation > 1 else DEALT if padding is not None else ""
         if padding is not None and fields is not None:
             crew = feed.plans.crew
@@ -148,8 +148,7 @@ class StepAhead:
             hosts = crew.hosts if crew.several_hosts else None
             cuts = feed.cuts and fields.cuts and crew.servers is None
             dealt = deal(step, costs, feed.config.tolerance, hosts, cuts)
-            subject = Subject(What.DEAL, feed.number, *at[:2])
-            feed.gatherer.agree(0 if dealt is None else dealt.fingerprint(), subject)
+            feed.gatherer.agree(0 if dealt is None else dealt.fingerprint(), Subject(What.DEAL, feed.number, *at[:2]))
             if dealt is not None:
                 return move_documents(batches, fields, padding, documents, dealt, feed.gatherer), own[order]
         return [as_loaded[i] for i in order], own[order]
@@ -168,11 +167,14 @@ class StepAhead:
             return None
         return fields, padding
 
-    def _agreed(self, said: Sequence[StepMessage]) -> Ints | None:
+    def _agreed(self, said: Sequence[StepMessage], fields: Fields | None) -> Ints | None:
         """What is in padding on all ranks; None where documents stay."""
         names = {one.fields for one in said}
         paddings = {one.padding.tobytes(): one.padding for one in said if len(one.padding)}
-        if 0 in names:
+        if fields is None or 0 in names:
+            return None
+        if fields.unknown and not paddings:
+            self._say(f'its field "{fields.unknown[0]}" is new, and no rank has padding that shows what belongs there')
             return None
         if len(names) > 1 or len(paddings) > 1:
             self._say(f"the {'fields' if len(names) > 1 else 'padding'} of micro-batches differ between ranks")
@@ -237,6 +239,5 @@ def _copied(batch: Mapping[str, Any]) -> Callable[[], None]:
     """What waits until the loader's copies to the GPU are made, whatever stream they run on."""
     for value in batch.values():
         if isinstance(value, torch.Tensor) and value.is_cuda:
-            event = torch.cuda.current_stream(value.device).record_event()
-            return event.synchronize
+            return torch.cuda.current_stream(value.device).record_event().synchronize
     return lambda: None

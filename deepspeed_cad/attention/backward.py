@@ -68,8 +68,7 @@ def start_backward(
     rows = [by_group(x, k_UKD) for x in (do_THV, q_THD, *([kept.o_THV] if travel else []))]
     if travel:
         # Of a row a slice takes one head group: laid out group by group, those few bytes of LSE lie side by side.
-        lse_TKG = kept.lse_TH.unflatten(1, (k_UKD.shape[1], -1))
-        rows.append(lse_TKG.transpose(0, 1).contiguous().transpose(0, 1))
+        rows.append(kept.lse_TH.unflatten(1, (k_UKD.shape[1], -1)).transpose(0, 1).contiguous().transpose(0, 1))
     fields = [Outgoing(QUERY, x) for x in rows] + [Outgoing(KEY, x) for x in (k_UKD, v_UKV)]
     out = setup.dispatch(fields, backward=True)
     if at_once:

@@ -150,8 +150,7 @@ class AttentionCall:
 
     def __call__(self, q_THD: Tensor, k_UKD: Tensor, v_UKV: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """O [T, H, V], all steps one after the other."""
-        token = self.serve(self.dispatch(q_THD, k_UKD, v_UKV, sinks_H))
-        return self.collect(token, q_THD, k_UKD, v_UKV, sinks_H)
+        return self.collect(self.serve(self.dispatch(q_THD, k_UKD, v_UKV, sinks_H)), q_THD, k_UKD, v_UKV, sinks_H)
 
     # The three steps, between which nano-batches alternate.
     @unseen_by_checkpointing

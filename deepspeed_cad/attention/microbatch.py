@@ -206,8 +206,7 @@ class MicroBatch:
         """Where what lies between two attentions of a nano-batch is timed."""
         if self.stretch_times is None:
             return None
-        stretches = Stretches(self.stretch_times, self.device, self.rows(nano_batch))
-        return self._stretches.setdefault(nano_batch, stretches)
+        return self._stretches.setdefault(nano_batch, Stretches(self.stretch_times, self.device, self.rows(nano_batch)))
 
     def forget_calls(self) -> None:
         """The forward begins again, on every rank."""

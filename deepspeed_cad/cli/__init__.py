@@ -24,8 +24,7 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code. An error of this package is one line on stderr and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    args = _parser(chosen).parse_args(words)
+    args = _parser(next((word for word in words if not word.startswith("-")), None)).parse_args(words)
     try:
         return _module(args.subcommand).main(args)
     except CADError as error:

@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(block: str | None, path: str | None, words: list[str]) -> None:
     """Become `accelerate launch`. Raises CADConfigError where the processes that it starts would not have CAD."""
     if block is None and path is None:
-        where = f"must come first, because accelerate reads all that follows: {_COMMAND} --cad JSON …"
-        refuse_late_flags(words, where)
+        refuse_late_flags(words, f"must come first, because accelerate reads all that follows: {_COMMAND} --cad JSON …")
     request = read_request(block, path, _COMMAND)
     if "_deepspeed_cad_autoload" not in sys.modules:
         raise CADConfigError(

@@ -69,8 +69,7 @@ def _draw_lines(
     values = sorted({value for points in lines.values() for value, _ in points})
     if len(values) > 1 and values[0] > 0 and values[-1] >= 4 * values[0]:
         axis.set_xscale("log", base=2)
-        names = [f"{one // 1024}K" if one >= 4096 and one % 1024 == 0 else str(one) for one in values]
-        axis.set_xticks(values, names)
+        axis.set_xticks(values, [f"{one // 1024}K" if one >= 4096 and one % 1024 == 0 else str(one) for one in values])
     if lines:
         axis.legend(frameon=False)
     _save(figure, path)

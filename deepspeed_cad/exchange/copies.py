@@ -95,8 +95,7 @@ def plan_landing(rows: Ints, kinds: list[int], row_bytes: list[int]) -> tuple[In
 def address_fields(sources: list[tuple[int, int, int, int, int]], landing: Ints) -> Ints:
     """[fields, 5 + ranks]: kind, source address, bytes from row to row, from group to group and of one row; then the
     address where the field lands at every rank."""
-    ahead = np.array(sources, np.int64).reshape(-1, 5)
-    return np.ascontiguousarray(np.concatenate([ahead, landing], axis=1))
+    return np.ascontiguousarray(np.concatenate([np.array(sources, np.int64).reshape(-1, 5), landing], axis=1))
 
 
 @dataclass(frozen=True, eq=False)

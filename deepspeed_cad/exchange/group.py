@@ -79,8 +79,7 @@ def make_group(store: dist.Store, rank: int, ranks: int, device: torch.device, n
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", shared), rank, ranks, limit)
         processes._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if device.type == "cuda":
-            store_of_nccl = dist.PrefixStore("cuda", shared)
-            nccl = dist.ProcessGroupNCCL(store_of_nccl, rank, ranks, nccl_options(limit))
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", shared), rank, ranks, nccl_options(limit))
             processes._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         named: Any = processes
         named._set_group_name(name)

@@ -128,8 +128,7 @@ class LandingArea:
         return self.memory
 
     def field(self, begin: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        size = rows * width * dtype.itemsize
-        return self.buffer.tensor[begin : begin + size].view(dtype).view(rows, width)
+        return self.buffer.tensor[begin : begin + rows * width * dtype.itemsize].view(dtype).view(rows, width)
 
 
 @dataclass(eq=False)

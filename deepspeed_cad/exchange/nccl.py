@@ -49,8 +49,7 @@ def join_ranks(group: Group, device: torch.device, alarm: Alarm) -> NcclCalls:
     # Nobody enters NCCL before all are here: it waits without an end for a rank that never comes.
     roll_call.agree("opening NCCL", problem)
     unique_id = roll_call.call("opening NCCL", unique_id)[0]
-    joined = run_aside("joining NCCL", lambda: NcclCalls(bytes.fromhex(unique_id), ranks, rank), device)
-    return _in_time(joined, alarm)
+    return _in_time(run_aside("joining NCCL", lambda: NcclCalls(bytes.fromhex(unique_id), ranks, rank), device), alarm)
 
 
 def _in_time(joined: Future[NcclCalls], alarm: Alarm) -> NcclCalls:

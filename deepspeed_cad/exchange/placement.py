@@ -147,8 +147,7 @@ class KindRows:
 
     def group_major(self, schedule: Schedule, field: Outgoing, arrived: torch.Tensor) -> torch.Tensor:
         """[served rows, width]: the rows that arrived, and this rank's own, where tasks expect them."""
-        rows = int(schedule.served_rows[schedule.rank, self.kind])
-        buffer = field.home.new_empty(rows, field.home.shape[2])
+        buffer = field.home.new_empty(int(schedule.served_rows[schedule.rank, self.kind]), field.home.shape[2])
         buffer.index_copy_(0, self.received_row, arrived)
         if len(self.own):
             buffer.index_copy_(0, self.own_served, take(field.home, self.own))
@@ -161,8 +160,7 @@ def take(home: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     what copies fast; views of Q, K and V in one tensor need two."""
     groups = home.shape[1]
     if home.stride(2) == 1 and home.stride(0) == groups * home.stride(1):
-        flat = home.as_strided((home.shape[0] * groups, home.shape[2]), (home.stride(1), 1))
-        return flat.index_select(0, index)
+        return home.as_strided((home.shape[0] * groups, home.shape[2]), (home.stride(1), 1)).index_select(0, index)
     return home[index // groups, index % groups]
 
 

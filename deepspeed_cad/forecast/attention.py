@@ -67,8 +67,7 @@ def of_pieces(lengths: Ints, cost: CostModel, parts: int) -> Floats:
 
 def of_tasks(tasks: Ints, cost: CostModel, ranks: int) -> Floats:
     """[2, ranks]: the tasks of a plan by the rank that runs them."""
-    each = seconds(cost, tasks[:, 1], tasks[:, 2]) * (tasks[:, 4] - tasks[:, 3])
-    return summed(each, tasks[:, 5], ranks)
+    return summed(seconds(cost, tasks[:, 1], tasks[:, 2]) * (tasks[:, 4] - tasks[:, 3]), tasks[:, 5], ranks)
 
 
 def document_lengths(layout: Layout) -> Ints:

@@ -75,8 +75,7 @@ def _try(kernel: Kernel, device: torch.device) -> tuple[bool, str]:
     rule = MaskRule(scale=0.125)
     try:
         o, lse = kernel.forward(q, k, v, sequences, rule)
-        gradients = kernel.backward(do, q, k, v, o, lse, sequences, rule)
-        finite = all(bool(x.isfinite().all()) for x in (o, lse, *gradients))
+        finite = all(bool(x.isfinite().all()) for x in (o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)))
     except Exception as error:  # a diagnosis reports whatever a backend raises
         return False, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     return (True, "forward and backward") if finite else (False, "gives numbers that are not finite")

@@ -288,8 +288,7 @@ def take_place(rendezvous: str, timeout_s: float) -> tuple[Split, CADConfig]:
             "two launches use the same rendezvous, or too many servers were started. Servers may come while a job "
             'runs where it says "on_server_failure": "continue"'
         )
-    rank = job["trainers"] + number - 1
-    return Split(job["trainers"], job["servers"], rank, rendezvous, job["attempt"]), config
+    return Split(job["trainers"], job["servers"], job["trainers"] + number - 1, rendezvous, job["attempt"]), config
 
 
 def open_board(meeting: Rendezvous, goes_on: bool) -> Liveness:

@@ -121,8 +121,7 @@ class ReservedServers(NoServers):
             # A trainer of speed 0 hands over even its own rows, whatever that moves.
             serves = np.repeat([0.0, 1.0], [trainers, count])
             speeds = serves if speeds is None else serves * speeds
-        tell = partial(self.link.tell, generation=generation)
-        leads = Leader(tell).open if self.role.rank == 0 and count else None
+        leads = Leader(partial(self.link.tell, generation=generation)).open if self.role.rank == 0 and count else None
         servers = Servers(count, self.at_start, trainers if self.trainers_serve else 0, leads)
         return replace(super().crew(opened, speeds), servers=servers, generation=generation)
 

@@ -48,8 +48,7 @@ def form_of(case: Case, rank: int, index: int) -> Form:
 def document(case: Case, number: int) -> torch.Tensor:
     (rank, index), place = divmod(number // 1000, 1000), number % 1000
     length = lengths(case, rank, index)[place]
-    generator = torch.Generator().manual_seed(case.seed * 7919 + number)
-    return torch.randint(3, 96, (length,), generator=generator)
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(case.seed * 7919 + number))
 
 
 def micro_batch(case: Case, rank: int, index: int) -> dict[str, torch.Tensor]:

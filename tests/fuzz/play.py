@@ -252,8 +252,7 @@ class _Player:
         self.compare_gradients(epoch, at, *batches)
 
     def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        given = {name: value for name, value in batch.items() if name not in ORACLE}
-        logits = model(**given, use_cache=False).logits
+        logits = model(**{name: value for name, value in batch.items() if name not in ORACLE}, use_cache=False).logits
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).to(torch.float64), batch["shift_labels"].flatten(), reduction="sum"
         )

@@ -99,8 +99,7 @@ class _Data:
     def __iter__(self) -> Any:
         for index in range(EPOCH + (self.rank + self.epoch) % 3):
             seed = 1000 * self.epoch + 10 * index + self.rank
-            generator = torch.Generator().manual_seed(seed)
-            lengths = torch.randint(1, 40, (1 + seed % 4,), generator=generator).tolist()
+            lengths = torch.randint(1, 40, (1 + seed % 4,), generator=torch.Generator().manual_seed(seed)).tolist()
             yield training.pack(training.documents(lengths if seed % 17 else [], seed))
 
 

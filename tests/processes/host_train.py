@@ -56,8 +56,7 @@ def train(rank: int, asked: dict[str, Any]) -> dict[str, Any]:
     plan.notice = said.append
     documents = training.documents(asked["lengths"][rank], seed=rank)
     batch = training.pack(documents)
-    plain = training.tiny_llama(torch.float32, attn_implementation="eager")
-    expected, _ = training.alone(plain, documents)
+    expected, _ = training.alone(training.tiny_llama(torch.float32, attn_implementation="eager"), documents)
     try:
         pause(asked, "joined")
         model = deepspeed_cad.apply(training.tiny_llama(torch.float32), asked["block"])

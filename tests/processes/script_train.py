@@ -45,8 +45,7 @@ def run_deepspeed(args, model):
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = json.load(open(args.json))
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=json.load(open(args.json)))
     return loop(args, engine, engine, sampled(), engine.backward)
 
 

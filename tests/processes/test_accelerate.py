@@ -35,8 +35,7 @@ def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, **
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
     if stage is not None:
-        config = zero(stage, stage3_param_persistence_threshold=0)
-        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=zero(stage, stage3_param_persistence_threshold=0))
     if compiled:
         torch._dynamo.reset()
         settings["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
@@ -62,14 +61,18 @@ def _run(
     torch.manual_seed(3)
     accelerator, model = _accelerator(cad, **settings), _model(lora, checkpoint)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    loader = DataLoader(data, batch_size=rows, shuffle=bool(kind), collate_fn=trainers.collate)
+    loader, another = (DataLoader(data, rows, shuffle=bool(kind), collate_fn=trainers.collate) for _ in range(2))
     check = DataLoader(trainers.PackedRows(4, seed=50), batch_size=1, collate_fn=trainers.collate)
-    model, optimizer, loader, check = accelerator.prepare(model, optimizer, loader, check)
+    model, optimizer, loader, another, check = accelerator.prepare(model, optimizer, loader, another, check)
     model.train()
     announced = _announcements(model) if cad and kind else []
     entries: list[dict[str, Any]] = []
     ends, held = [], []
-    for _ in range(2 if kind else 1):
+    for epoch in range(2 if kind else 1):
+        if kind == "another model" and accelerator.is_main_process and cad and epoch:
+            held.append(deepspeed_cad.apply(_model(None, False), trainers.BLOCK))
+        if kind == "broken off":
+            loader, another = another, loader
         if kind == "looked at by rank 0" and accelerator.is_main_process:
             assert len(
                 [batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=trainers.collate)]
@@ -90,10 +93,15 @@ def _run(
             entries.append(trainers.step_entry(loss))
             ends.append((loader.end_of_dataloader, accelerator.gradient_state.end_of_dataloader))
             ends.append(accelerator.sync_gradients)
+            if kind == "looked at by rank 0" and accelerator.is_main_process:
+                with torch.no_grad():
+                    accelerator.unwrap_model(model)(**batch)
             if kind == "evaluated" and number == 2:
                 model.eval()
                 with torch.no_grad():
-                    entries += [{"eval_loss": float(model(**one).loss)} for one in check]
+                    entries += [{"eval_loss": float(model(**(last := one)).loss)} for one in check]
+                    if accelerator.is_main_process:
+                        accelerator.unwrap_model(model)(**last)
                 model.train()
             if kind.startswith("broken off") and number == 3:
                 break
@@ -110,7 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
 OFTEN, OTHER = ["DDP", "accumulation, two rows", "ZeRO-3", "frozen inputs"], ["ZeRO-2", "LoRA", "compiled"]
 KINDS = {
     "as it is": 12, "evaluated": 12, "shortened": 0, "broken off": 8, "broken off, held": 8, "looked at by rank 0": 12,
-    "gone on": 8,
+    "gone on": 8, "another model": 6,
 }  # fmt: skip
 """Announcements of 7 micro-batches in each of two epochs: all but the first, where they are trained. Of what is broken
 off after the fourth the fifth was announced too."""

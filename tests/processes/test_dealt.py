@@ -88,8 +88,7 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
     padding = next((one for one in paddings if len(one) and seed < 2), np.zeros(0, np.int64))
     group = dist.new_group(backend="gloo")
     dist.barrier()  # who has nothing to send would leave while others still connect
-    gatherer = Gatherer(group, rank, world, None)
-    moved = move_documents(batches[rank], fields[0], padding, documents, dealt, gatherer)
+    moved = move_documents(batches[rank], fields[0], padding, documents, dealt, Gatherer(group, rank, world, None))
     seeds = [10 * r + m + 1 for r, of in enumerate(LENGTHS) for m in range(len(of))]
     numbered = [np.arange(sum(row)) + 1000 * seeds.pop(0) for of in LENGTHS for row in of]
     pieces = np.split(np.concatenate(numbered), np.cumsum(step.length)[:-1])
@@ -148,7 +147,7 @@ TRAVELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PACKED, {}), (PACKED, {"attention_mask": torch.ones(1, 32)}), (PACKED, {"attention_mask": NUMBERS}),
     (PACKED, {"labels": torch.full((1, 32), -100), "attention_mask": HIDDEN}),
     (PACKED, {"labels": torch.ones(1, 32), "shift_labels": torch.ones(1, 32)}), (PADDED, {}),
-    (PADDED, {"position_ids": torch.arange(20).expand(2, 20)}),
+    (PADDED, {"position_ids": torch.arange(20).expand(2, 20)}), (PACKED, {"labels": None, "shift_labels": None}),
 ]  # fmt: skip
 ENDS = torch.tensor([0, 20, 32])
 STAYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -325,18 +324,22 @@ def test_what_falls_on_tokens_at_random_is_found() -> None:
     assert found(p=0.5).startswith("1.p is 0.5") and found(router_jitter_noise=0.01).startswith("0.router_jitter")
 
 
-def _unmovable(rank: int, world: int, extra: Any) -> list[str]:
-    """Rank 1's batches have another field: all documents stay, and who sees it says so once."""
+def _unmovable(rank: int, world: int, extra: Any, unpadded: bool = False) -> list[str]:
+    """Rank 1's batches have another field, or all have, and no padding: all documents stay, and who sees it says so
+    once."""
     said: list[str] = []
     logger = logging.getLogger("deepspeed_cad")
     with mock.patch.object(logger, "warning", lambda text, *given: said.append(text % given)):
         model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "deal"}).train()
         batches: list[Any] = rank_batches(LENGTHS[rank], 0) * 2
-        if rank == 1:
+        if rank == 1 or unpadded:
             batches = [{**batch, "extra": extra or batch["labels"]} for batch in batches]
+        if unpadded:
+            rows = {"attention_mask": torch.ones, "position_ids": lambda *shape: None}
+            batches = [batch | {name: of(*batch["labels"].shape) for name, of in rows.items()} for batch in batches]
         own = {id(batch["input_ids"]) for batch in batches}
         for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2):
-            assert (batch.pop("extra", None) is not None) == (rank == 1)
+            assert (batch.pop("extra", None) is not None) == (rank == 1 or unpadded)
             assert id(batch["input_ids"]) in own
             training.loss_sum(model, batch).backward()
     return [line for line in said if "documents stay" in line]
@@ -347,3 +350,5 @@ def test_what_cannot_move_stays_and_is_told_once(workers: WorkerPool) -> None:
     assert said[0] == said[2] == [] and len(said[1]) == 1 and '"extra"' in said[1][0]
     said = workers.run(_unmovable, 3, None)
     assert all(len(one) == 1 and "the fields of micro-batches differ between ranks" in one[0] for one in said)
+    said = workers.run(_unmovable, 3, None, True)
+    assert all(len(one) == 1 and '"extra" is new' in one[0] for one in said)

@@ -78,8 +78,7 @@ def test_example(tmp_path: Path) -> None:
 
 def test_pack() -> None:
     """Rows are full, positions start again with each document, and first tokens are nobody's targets."""
-    documents = iter([[1, 2, 3], [4, 5, 6, 7], list(range(100, 150)), [8], [9, 9, 9, 9, 9]])
-    rows = packing.pack(documents, tokens=5, rows=3)
+    rows = packing.pack(iter([[1, 2, 3], [4, 5, 6, 7], list(range(100, 150)), [8], [9, 9, 9, 9, 9]]), tokens=5, rows=3)
     assert [row["input_ids"][0].tolist() for row in rows] == [
         [1, 2, 3, 4, 5], [6, 7, 100, 101, 102], [103, 104, 8, 9, 9],
     ]  # fmt: skip

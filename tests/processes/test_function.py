@@ -62,8 +62,7 @@ def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block:
         for own in lengths[1:world]:
             documents[-1] += own[0]
             documents += own[1:]
-        stream = torch.cat([torch.arange(n) for n in documents])
-        positions = stream.split([sum(own) for own in lengths[:world]])[rank]
+        positions = torch.cat([torch.arange(n) for n in documents]).split([sum(own) for own in lengths[:world]])[rank]
     ends = torch.tensor([0, *lengths[rank]]).cumsum(0)
     mine = [sum(own) for own in lengths[:world]]
     for heads, kv_heads, dim, value, given in OPTIONS:

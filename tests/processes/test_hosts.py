@@ -54,13 +54,11 @@ def test_hosts_train_the_same(tmp_path: Path) -> None:
     write_profile(tmp_path / "profile.json", PAIR_S)
     block = {"granularity": 16, "cost": str(tmp_path / "profile.json")}
     with open_hosts(2) as hosts:
-        lengths = [[700], [200, 100], [150, 50, 9]]
-        found, logs = finish(start(hosts, [0, 0, 1], lengths=lengths, block=block, steps=5))
+        found, logs = finish(start(hosts, [0, 0, 1], lengths=[[700], [200, 100], [150, 50, 9]], block=block, steps=5))
     for one in found:
         assert one["losses"] == pytest.approx([one["expected"]] * 5, rel=1e-5)
         assert "between hosts 0.0" in one["says"] and "(measured)" in one["says"]
-        speed = float(one["says"].split("between hosts ")[1].split(" GB/s")[0])
-        assert 0 < speed < 0.015, "100 Mbit/s are 0.0125 GB/s"
+        assert 0 < float(one["says"].split("between hosts ")[1].split(" GB/s")[0]) < 0.015, "100 Mbit/s are 0.0125 GB/s"
     assert "links" in logs[0] and len({one["says"].split(", links")[1] for one in found}) == 1
 
 
@@ -70,8 +68,7 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
     write_profile(tmp_path / "profile.json", PAIR_S)
     block = {"granularity": 16, "cost": str(tmp_path / "profile.json"), "links": {"inside": 1.0, "between": 0.0025}}
     with open_hosts(2, "20mbit") as hosts:
-        lengths = [[700], [100, 50], [100, 50]]
-        found, _ = finish(start(hosts, [0, 0, 1], lengths=lengths, block=block, steps=3))
+        found, _ = finish(start(hosts, [0, 0, 1], lengths=[[700], [100, 50], [100, 50]], block=block, steps=3))
     near, far = found[0]["exchanged"], found[2]["exchanged"]
     assert near > 100_000, "the neighbour helps"
     assert far < 0.1 * near, (near, far)
@@ -80,8 +77,7 @@ def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
     with open_hosts(2) as hosts:
-        lengths = [[80], [10]]
-        processes = start(hosts, [0, 1], "trains", lengths=lengths, block={"granularity": 16}, steps=9)
+        processes = start(hosts, [0, 1], "trains", lengths=[[80], [10]], block={"granularity": 16}, steps=9)
         for process in processes:
             say_line(process, "trains")
         for host in range(2):

@@ -104,8 +104,7 @@ def _train(
             patch.setattr(Spanning, "_ahead", property(lambda self: True, lambda self, value: None), raising=False)
             patch.setattr(Spanning, "carry", _carry)
         if kernel:
-            made = Kernels(patch, f"transformers.models.{kind}.modeling_{kind}").convolution()
-            calls = getattr(made, kernel)().calls
+            calls = getattr(Kernels(patch, f"transformers.models.{kind}.modeling_{kind}").convolution(), kernel)().calls
         reference, model = (family(kind, dtype, **sizes) for _ in range(2))
         if lora:
             reference, model = _with_lora(reference, lora), _with_lora(model, lora)
@@ -117,8 +116,7 @@ def _train(
         deepspeed_cad.apply(model, BLOCK | changes)
         for lengths in streams:
             part, here = _part(lengths, rank, world, padding=7 if kernel else 0, **(how or {}))
-            found = training.as_alone(model, reference, part, _alone(lengths), here)
-            worst = max(worst, *found.values())
+            worst = max(worst, *training.as_alone(model, reference, part, _alone(lengths), here).values())
     return worst, waves, set(calls)
 
 

@@ -130,9 +130,8 @@ def _fsdp2(rank: int, block: dict[str, Any]) -> Trained:
     )
     for one in (*model.get_decoder().layers, model):
         fully_shard(one, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
-    losses = _steps(rank, model, partial(_update, optimizer, ()))
+    losses = _steps(rank, model, partial(_update, torch.optim.SGD(model.parameters(), lr=LR), ()))
     weights = {n.replace("_checkpoint_wrapped_module.", ""): p.full_tensor() for n, p in model.named_parameters()}
     return losses, {name: p.detach().clone() for name, p in weights.items()}
 

@@ -76,12 +76,24 @@ def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
         assert counted == {"exchange": 2 * 2 * 4, "all_to_all_single": 2 * 2 * FIELDS}
 
 
+class _Counts(list[Any]):
+    """A loader that has a state: how many batches it gave."""
+
+    def __iter__(self) -> Any:
+        for self.given, batch in enumerate(super().__iter__(), 1):
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+
 def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> None:
     """A loop that goes on from micro-batch `first`, as from a checkpoint, or draws several at once and skips one."""
     model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "look_ahead": ahead}).train()
-    documents = [training.documents([20 * step + 9, 90 * rank + 5], seed=10 * step + rank) for step in range(6)]
-    session = deepspeed_cad.current_session()
-    batches = islice(session.look_ahead([training.pack(one) for one in documents], model), first, None)
+    # Those of steps 0 and 3 have the same lengths.
+    documents = [training.documents([20 * (step % 3) + 9, 90 * rank + 5], seed=10 * step + rank) for step in range(6)]
+    session, rows = deepspeed_cad.current_session(), [training.pack(one) for one in documents]
+    batches = islice(session.look_ahead(rows, model), first, None)
     waiting = list(islice(batches, drawn - 1))
     for step in range(first, 6):
         waiting += islice(batches, 1)
@@ -92,6 +104,13 @@ def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> N
         loss.backward()
         assert abs(float(loss.detach()) - training.alone(training.tiny_llama(), documents[step])[0]) < 1e-8
     assert session.statistics.micro_batches == 6 - first - (drawn > 1)
+    for batch in session.look_ahead(rows, model):  # left, and the next is one that no loader announced
+        training.loss_sum(model, batch).backward()
+        break
+    training.loss_sum(model, rows[3 * rank + 2]).backward()
+    for trained, batch in enumerate(session.look_ahead(loader := _Counts(rows), model, accumulation=2)):
+        training.loss_sum(model, batch).backward()
+        assert loader.state_dict() == {"given": trained + 1}
 
 
 @pytest.mark.parametrize("first, drawn, ahead", [(3, 1, 1), (0, 3, 1), (0, 3, 0)])
@@ -109,8 +128,7 @@ def _engine(rank: int, world: int) -> None:
         engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
         assert isinstance(loader, LookAheadLoader) and len(loader) == 4
         for batch in loader:
-            out = engine(**batch, labels=batch["input_ids"])
-            engine.backward(out.loss)
+            engine.backward(engine(**batch, labels=batch["input_ids"]).loss)
             engine.step()
         names = sorted(os.listdir(os.path.join(folder, "cad"))) if rank == 0 else []
         if rank == 0:

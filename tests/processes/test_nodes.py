@@ -41,8 +41,7 @@ def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Host
         on = {name: hosts.on(host, name.partition(".")[0]) for host, name in enumerate(names)}
         folder = tmp_path / "bin"
         folder.mkdir()
-        environment = {**ALL_PROCESSES, **put_into(folder, on), "PYTHONPATH": str(ROOT)}
-        yield hosts, names, environment
+        yield hosts, names, {**ALL_PROCESSES, **put_into(folder, on), "PYTHONPATH": str(ROOT)}
 
 
 def finish(processes: list[subprocess.Popen[str]], expected: list[float]) -> str:

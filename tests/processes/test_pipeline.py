@@ -78,8 +78,7 @@ def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]
 @OLD
 def test_what_stages_are_made_of(workers: WorkerPool) -> None:
     """Unequal stages, one without attention, and frozen layers: the same gradients. (Others: test_loops.py.)"""
-    cases = [(2, 4, {}), (2, 3, {"parts": [0, 1, 6]}), (2, 3, {"frozen": True})]
-    workers.run(_compare, 2, cases, timeout=60.0)
+    workers.run(_compare, 2, [(2, 4, {}), (2, 3, {"parts": [0, 1, 6]}), (2, 3, {"frozen": True})], timeout=60.0)
 
 
 def _engine(stages: int, count: int, changes: dict[str, Any], block: dict[str, Any] | None) -> Any:

@@ -39,8 +39,7 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
     module = deepspeed_cad.to_pipeline(source, stages=2)
     before = module.named_weights()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    config = pipelines.config(COUNT, cad=BLOCK)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=pipelines.config(COUNT, cad=BLOCK))
     replica = engine.grid.get_data_parallel_id()
     batches: list[Any] = [training.pack(pipelines.documents_of(replica, m)) for m in range(COUNT)]
     batches[1] = told(pipelines.documents_of(replica, 1), "lengths")

@@ -69,8 +69,7 @@ def _train(rank: int, world: int) -> tuple[float, float]:
     model = _divide(training.tiny_llama(num_hidden_layers=4), share, group)
     module = pipelines.by_hand(model, STAGES, topology=topology)
     module.dynamic_shape = True
-    whole_rows = {"pipe_partitioned": False, "grad_partitioned": False}
-    config = pipelines.config(COUNT, cad=BLOCK, pipeline=whole_rows)
+    config = pipelines.config(COUNT, cad=BLOCK, pipeline={"pipe_partitioned": False, "grad_partitioned": False})
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     with pytest.raises(CADUnsupportedError, match='"pipe_partitioned": false, "grad_partitioned": false'):
         deepspeed.initialize(model=module, optimizer=optimizer, config={**config, "pipeline": {}})

@@ -61,8 +61,7 @@ def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, serv
 @pytest.mark.slow
 def test_not_active_by_the_first_step(tmp_path: Path) -> None:
     """A script that takes an optimizer step without CAD ends with 2, and leaves nothing that looks trained."""
-    words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "eval", "out.json"]
-    done = run_ranks(1, words, tmp_path)
+    done = run_ranks(1, ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "eval", "out.json"], tmp_path)
     line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "not active at the first optimizer step" in line and "eval mode" in line and "--cad" in line

@@ -42,8 +42,7 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
         model.train()
         for one in looked:
             assert torch.equal(one, trained.detach()), (one - trained).abs().max()
-        margin = (trained - looked[-1]).sum()
-        loss = -torch.nn.functional.logsigmoid(margin)
+        loss = -torch.nn.functional.logsigmoid((trained - looked[-1]).sum())
         assert float(loss.detach()) == float(-torch.nn.functional.logsigmoid(torch.zeros((), dtype=loss.dtype)))
         loss.backward()
     assert reference not in session.bindings and len(session.references) == 1

@@ -31,8 +31,7 @@ def _alternate(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any
     assert session is not None and session.config.overlap_used == "interleave"
     loads = []
     for step in range(STEPS):
-        own = training.documents(UNEVEN[rank], seed=100 * step + rank)
-        training.step_as_alone(model, reference, own)
+        training.step_as_alone(model, reference, training.documents(UNEVEN[rank], seed=100 * step + rank))
         loads.append(session.take_statistics("test").load)
     known = session.learned.non_attention
     linear = None if known is None else known.seconds(0)

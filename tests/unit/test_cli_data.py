@@ -250,8 +250,7 @@ def test_a_missing_package_comes_with_its_remedy(
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_rows_are_those_of_trl(strategy: str) -> None:
     pack_dataset = pytest.importorskip("trl").pack_dataset
-    random = np.random.default_rng(1)
-    lengths = np.maximum(0, random.lognormal(3.0, 1.3, TRL_BATCH + 300).astype(int)).tolist()
+    lengths = np.maximum(0, np.random.default_rng(1).lognormal(3.0, 1.3, TRL_BATCH + 300).astype(int)).tolist()
     data = datasets.Dataset.from_dict({"input_ids": [[7] * length for length in lengths]})
     packed = pack_dataset(data, seq_length=128, strategy=strategy)
     if strategy == "wrapped":

@@ -103,8 +103,7 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["long-mix", "--ranks", "16", "--steps", "2", "--link-between", "25", "--json"]
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *["long-mix", "--ranks", "16", "--steps", "2", "--link-between", "25", "--json"]]) == 0
     shown = capsys.readouterr()
     answer = json.loads(shown.out)
     assert [mode["mode"] for mode in answer["modes"]] == [

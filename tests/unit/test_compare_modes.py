@@ -21,8 +21,7 @@ LONG = [[Layout.from_rank_lengths([[65536], [4096] * 16, [1024] * 64, [2048] * 3
 
 
 def setting(ranks: int = 4, memory: float = 140.0, **changes: Any) -> Setting:
-    own = replace(Machine.load("h200"), memory=memory * 2**30)
-    return Setting(MODEL, Cluster(ranks, ranks, own), COST, **changes)
+    return Setting(MODEL, Cluster(ranks, ranks, replace(Machine.load("h200"), memory=memory * 2**30)), COST, **changes)
 
 
 def test_every_mode_is_foreseen_and_told() -> None:

@@ -196,8 +196,7 @@ def test_documents_move_so_that_less_attention_does() -> None:
 
 def test_slow_ranks_get_less() -> None:
     step = step_of([[[10] * 10], [[10] * 10], [[10] * 20]])
-    costs = Costs(np.zeros(40), np.array([2.0, 1.0, 1.0]) * EACH, np.ones(3))
-    dealt = deal(step, costs, 0.05)
+    dealt = deal(step, Costs(np.zeros(40), np.array([2.0, 1.0, 1.0]) * EACH, np.ones(3)), 0.05)
     assert dealt is not None and dealt.tokens.ravel().tolist() == [80, 160, 160]
 
 

@@ -138,8 +138,7 @@ def test_every_statistic_is_documented() -> None:
 def test_json_in_the_documentation_is_valid() -> None:
     for page in PAGES:
         for block in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL):
-            config = json.loads(block)
-            CADConfig.from_dict(config.get("cad", {}))
+            CADConfig.from_dict(json.loads(block).get("cad", {}))
     for path in (ROOT / "examples").glob("*.json"):
         CADConfig.from_dict(json.loads(path.read_text())["cad"])
 
@@ -200,8 +199,7 @@ def test_memory_of_a_whole_model_is_what_plan_says(capsys: pytest.CaptureFixture
     assert len(rows) == 5
     needed = []
     for name, option, memory, speed in rows:
-        words = [*command.split(), *option.strip("`").split(), "--modes", "plain,plain kept,cad", "--json"]
-        assert main(words) == 0
+        assert main([*command.split(), *option.strip("`").split(), "--modes", "plain,plain kept,cad", "--json"]) == 0
         modes = {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
         found = modes[{"plain": "plain", "plain, attention kept": "plain kept"}.get(name, "cad")]
         ratio = found["tokens_per_second_per_gpu"] / modes["plain"]["tokens_per_second_per_gpu"]

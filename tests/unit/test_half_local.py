@@ -32,8 +32,7 @@ def test_own_rows_stay_and_only_keys_come() -> None:
     slices = build_slices(LONG.tick(), TASKS)
     # Of queries only those of rank 2's head group 2 move, of keys all that is read.
     assert slices.served_rows.tolist() == [[0, 0], [100, 2 * 200 + 300], [0, 2 * 300]]
-    queries = slices.table[slices.table[:, KIND] == QUERY]
-    assert queries[:, [HOME, SERVER]].tolist() == [[2, 1]]
+    assert slices.table[slices.table[:, KIND] == QUERY][:, [HOME, SERVER]].tolist() == [[2, 1]]
     # Keys that rows of others read come first: those of head group 2, which rank 1's own rows read in part.
     assert slices.half_local.tolist() == [
         [1, 0, 2, 0, 100, 300, 200, 200], [1, 2, 3, 0, 100, 0, 200, 300], [2, 0, 2, 0, 100, 0, 300, 300],

@@ -78,8 +78,7 @@ def test_without_the_library_a_server_tells_all_ranks(no_library, monkeypatch) -
     def refuse(reason: str) -> None:
         raise errors.CADConfigError(reason)
 
-    meeting = SimpleNamespace(claim=lambda: None, refuse=refuse)
-    monkeypatch.setattr(process, "Rendezvous", lambda *given: meeting)
+    monkeypatch.setattr(process, "Rendezvous", lambda *given: SimpleNamespace(claim=lambda: None, refuse=refuse))
     server = process._Server(Split(2, 1, 2, "127.0.0.1:1"), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
     with pytest.raises(errors.CADConfigError, match=r"^server 2 on .*: the library was not built$"):
         server.open()

@@ -31,8 +31,7 @@ def test_keys_of_rows_in_place_lie_beyond_2_to_the_31() -> None:
     """The second rank's own rows of a document read the keys of all head groups, side by side where they landed."""
     half = LONG // 2
     tick = Layout.from_stream([LONG], 2, half).tick()
-    tasks = np.array([(0, 0, half, 0, GROUPS, 0), (0, half, LONG, 0, GROUPS, 1)])
-    slices = build_slices(tick, tasks)
+    slices = build_slices(tick, np.array([(0, 0, half, 0, GROUPS, 0), (0, half, LONG, 0, GROUPS, 1)]))
     assert slices.half_local.tolist() == [[1, 0, GROUPS, 0, half, 0, LONG, LONG]]
     assert slices.served_rows[1].tolist() == [0, GROUPS * LONG] and GROUPS * LONG > 2**32
     (batch,) = schedule_rank(tick, slices, 1, GROUPS).half_local

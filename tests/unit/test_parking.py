@@ -303,8 +303,7 @@ def test_memory_of_copies_when_nobody_wants_a_parcel(
     )
     gc.collect()  # what other tests left
     asked.clear()
-    given = [numbers(8), numbers(4, 3, 8)[:, 1]]
-    parcels = [lot.park(given, LABEL)]
+    parcels = [lot.park([numbers(8), numbers(4, 3, 8)[:, 1]], LABEL)]
     lot.stay(parcels[0])
     if way != "leaving":
         parcels[0].leave()
