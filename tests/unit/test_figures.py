@@ -111,7 +111,9 @@ EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
 ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
-ALST4 = [(f"h200x4/alst_cad{one}_d8ffd03.json", "h200x4/alst_kept_d8ffd03.json") for one in ("", "_priority", "_ctas")]
+ALST4 = [(f"h200x4/alst_cad{one}.json", f"h200x4/alst_kept{other}.json") for one, other in (
+    ("_d8ffd03", "_d8ffd03"), ("_priority_d8ffd03", "_d8ffd03"), ("_ctas_d8ffd03", "_d8ffd03"), 2 * ("_ctas_ea62db9",),
+)]  # fmt: skip
 PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0dd75f", "pp4_4r_heavy_64k_4r_6af240d"))
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
