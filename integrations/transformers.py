@@ -139,9 +139,8 @@ class Binding:
         """Before the decoder's forward: find the micro-batch and its plan."""
         names = inspect.signature(decoder.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-        weights = given.get("output_attentions")
-        if getattr(getattr(decoder, "config", None), "output_attentions", False) if weights is None else weights:
-            raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
+        if (weights := given.get("output_attentions")) is None:
+            weights = getattr(getattr(decoder, "config", None), "output_attentions", False)
         training, unread = decoder.training and torch.is_grad_enabled(), None
         if self.reference and training:
             # It is trained without CAD after all, and what is computed again in backward must attend likewise.
@@ -154,12 +153,14 @@ class Binding:
         follows = self.follows is not None
         even = follows or (not asks and forward_only.are_shared(self, given))
         shared = training or (even and not cached)
-        if self.reference and forward_only.keeps_its_own(decoder, given, self.session.device.type):
+        if self.reference and (weights or forward_only.keeps_its_own(decoder, given, self.session.device.type)):
             running.set(Scope(self, None))
             return {}
         if not shared and (cached or self.ulysses is not None):
             running.set(Scope(self, None, in_pieces=self.ulysses is not None))
             return {}
+        if weights:
+            raise CADUnsupportedError("output_attentions=True: attention that runs elsewhere has no weights to return")
         if training:
             micro_batch, unread = self._take(decoder, given)
         elif shared:

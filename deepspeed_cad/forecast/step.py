@@ -101,8 +101,7 @@ class Foreseen:
     @property
     def idle(self) -> float:
         """Share of the step in which the mean rank does no work of the model."""
-        busy = self.seconds.non_attention + self.seconds.attention + self.seconds.optimizer
-        return 1.0 - busy / self.seconds.total
+        return 1.0 - (self.seconds.non_attention + self.seconds.attention + self.seconds.optimizer) / self.seconds.total
 
     @property
     def needed(self) -> float:

@@ -20,8 +20,7 @@ def bound(block: dict[str, Any] | None = None, model: Any = None, **changes: Any
     """A model with CAD, in training mode, and its binding."""
     model = training.tiny_llama(**changes) if model is None else model
     deepspeed_cad.apply(model, block or {})
-    binding = find_binding(model)
-    return model.train(), binding
+    return model.train(), find_binding(model)
 
 
 def batch(lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
@@ -59,10 +58,13 @@ def test_a_model_that_bypasses_the_mask_function_is_refused() -> None:
 
 
 def test_output_attentions_and_caches_are_refused_or_off() -> None:
-    model, _ = bound()
+    model, _ = bound(attn_implementation="eager")
     with pytest.raises(CADUnsupportedError, match="output_attentions=True"):
         model(**batch(), output_attentions=True)
     assert model(**batch(), use_cache=True).past_key_values is None
+    how = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    found = model.generate(torch.ones(1, 3, dtype=torch.long), output_attentions=True, **how)
+    assert found.attentions[0][0].shape == (1, 8, 3, 3)
 
 
 def test_positional_arguments_are_read() -> None:
