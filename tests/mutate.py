@@ -29,6 +29,8 @@ from mutants import Mutant, find_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ("killed", "survived", "equivalent")
+PASSES: set[str] = set()
+"""Tests that killed a mutant and are known to pass without."""
 
 
 def room_of(path: str) -> str:
@@ -128,6 +130,10 @@ def try_mutant(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> di
         raise SystemExit(f"pytest ended with {code}: see {copy / 'tests.log'}")
     result = "killed" if code != 0 else "survived"
     by = "time" if code is None else " ".join(failed[:1])
+    if "::" in by and (test := by.partition("[")[0]) not in PASSES:
+        if run_tests(copy, [test], limit):
+            raise SystemExit(f"{test} fails without a mutant, too")
+        PASSES.add(test)
     return {"result": result, "seconds": round(time.monotonic() - started, 1), "by": by}
 
 

@@ -34,8 +34,7 @@ def _cut(lengths: list[list[int]], servers: int, linear: float | None, kinds=(FU
 ])  # fmt: skip
 def test_one_long_document(ratio: float, servers: int, helpers: int, share: float) -> None:
     """`ratio`: attention over linear work."""
-    linear = _attention(LONG) / LONG / ratio
-    found = _cut([[LONG]], servers, linear, helpers=helpers)[0] / LONG
+    found = _cut([[LONG]], servers, _attention(LONG) / LONG / ratio, helpers=helpers)[0] / LONG
 
     def time(x: float) -> float:
         own, served = np.array([1 - x, x]), ratio * np.array([x * x, 1 - x * x])

@@ -240,8 +240,7 @@ def test_what_a_layer_asks_for_is_read() -> None:
     assert found[:1] + found[4:] == (module, MaskRule(8**-0.5, 3, 50.0), sinks, "Module of layer 7")
     for rows, given in zip(found[1:4], tensors):
         assert torch.equal(rows, given[0].transpose(0, 1))
-    strided = [x.mT.contiguous().mT for x in tensors]
-    found = read(module, *strided, None, 2, 0.0, 0.0, None, {})
+    found = read(module, *[x.mT.contiguous().mT for x in tensors], None, 2, 0.0, 0.0, None, {})
     assert found.rule == MaskRule(2.0) and {x.stride(-1) for x in found.rows()} == {1}
 
 

@@ -48,8 +48,7 @@ def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkey
 def test_a_gpu_that_waits_for_its_host_is_told(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     times = StretchTimes()
     here = Stretches(times, torch.device("cpu"), 10)
-    event = SimpleNamespace(query=lambda: late, elapsed_time=lambda end: 20.0)
-    monkeypatch.setattr(here, "_now", lambda: event)
+    monkeypatch.setattr(here, "_now", lambda: SimpleNamespace(query=lambda: late, elapsed_time=lambda end: 20.0))
     here.begin(0, False)
     here.end(1, False)
     assert times.take() == ([0.002], [], [late])

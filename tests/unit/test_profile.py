@@ -343,8 +343,7 @@ def _find(wanted: Any, took: list[float], cost: Profile | None = PAIRS, determin
 def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float], monkeypatch: Any) -> None:
     timed: list[Any] = []
     monkeypatch.setattr(speed, "_time", lambda device, kernel, *how: timed.append(how) or 1.0)
-    found = _find("measure", [2 * EXPECTED, 4 * EXPECTED, EXPECTED], cost)
-    assert found == pytest.approx(np.array(expected), rel=1e-4)
+    assert _find("measure", [2 * EXPECTED, 4 * EXPECTED, EXPECTED], cost) == pytest.approx(np.array(expected), rel=1e-4)
     assert timed == [(TOKENS["cpu"], speed.REPEATS["cpu"], speed.BUDGET["cpu"])]
 
 

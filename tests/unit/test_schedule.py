@@ -65,8 +65,7 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int = GROU
                 run(rank, q, k, np.arange(batch.group_begin, batch.group_end))
         # Receive: what every other home sends lands where this server expects it.
         served = [np.full((int(n), 3), -7) for n in schedule.served_rows[rank]]
-        incoming = [schedule.own] + [s.sends[s.sends[:, SERVER] == rank] for s in schedules]
-        for row in np.concatenate(incoming):
+        for row in np.concatenate([schedule.own] + [s.sends[s.sends[:, SERVER] == rank] for s in schedules]):
             labels = (queries if row[KIND] == QUERY else keys)[row[HOME]]
             target = served[row[KIND]][row[SERVER_ROW] : row[SERVER_ROW] + row[ROWS]]
             assert (target == -7).all(), "two slices land on one row"
