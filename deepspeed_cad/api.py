@@ -30,6 +30,5 @@ def apply(
         refuse_old_packages()
         from deepspeed_cad.integrations.transformers import bind
 
-        replica = None if mesh is None else replica_of_mesh(mesh, dist.get_rank(), dist.get_world_size())
-        bind(model, checked, replica)
+        bind(model, checked, None if mesh is None else replica_of_mesh(mesh, dist.get_rank(), dist.get_world_size()))
     return model

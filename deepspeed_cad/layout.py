@@ -66,8 +66,7 @@ class Segments:
 
     def count_ranks(self) -> tuple[Ints, Ints]:
         """The documents, and on how many ranks each has rows."""
-        pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
-        return np.unique(pairs[0], return_counts=True)
+        return np.unique(np.unique(np.stack([self.document, self.rank]), axis=1)[0], return_counts=True)
 
     def to_array(self) -> Ints:
         return np.stack([self.document, self.begin, self.end, self.rank, self.offset], axis=1)
@@ -250,14 +249,12 @@ def cut_stream(lengths: Ints, tokens_per_rank: int, zigzag: bool = False) -> Int
     # Rows before a rank's in the stream, halved, are those before its first piece and behind its second.
     size = lengths[document]
     early = np.stack([document, rank, (low + 1) // 2, (high + 1) // 2], axis=1)
-    late = np.stack([document, rank, size - high // 2, size - low // 2], axis=1)
-    both = np.concatenate([early, late])
+    both = np.concatenate([early, np.stack([document, rank, size - high // 2, size - low // 2], axis=1)])
     both = both[np.lexsort((both[:, 2], both[:, 0], both[:, 1]))]
     both = both[both[:, 2] < both[:, 3]]
     joins = (both[1:, :2] == both[:-1, :2]).all(1) & (both[1:, 2] == both[:-1, 3])
     starts = np.append(True, ~joins)[: len(both)]
-    stops = np.append(~joins, True)[: len(both)]
-    return np.concatenate([both[starts, :3], both[stops, 3:]], axis=1)
+    return np.concatenate([both[starts, :3], both[np.append(~joins, True)[: len(both)], 3:]], axis=1)
 
 
 def assemble(local: list[LocalSegments]) -> Layout:

@@ -200,8 +200,7 @@ def as_alone(module: Any, query: torch.Tensor, descriptor: MaskDescriptor) -> to
         return query
     position = descriptor.micro_batch.local(descriptor.nano_batch).positions()
     batch, _, width, _ = query.shape
-    farthest = max(width - 1, int(position.max(initial=0)))
-    if len(position) != batch * width or farthest + 1 < module.floor_scale:
+    if len(position) != batch * width or max(width, int(position.max(initial=0)) + 1) < module.floor_scale:
         return query
     in_row = np.arange(width)
     position = np.where(position < 0, np.tile(in_row, batch), position).reshape(batch, width)

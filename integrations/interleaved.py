@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from deepspeed_cad.integrations.functions import Scope, running
-from deepspeed_cad.integrations.models import LAYER_TYPES, batch_rope, is_reentrant
+from deepspeed_cad.integrations.models import LAYER_TYPES, is_reentrant
 from deepspeed_cad.integrations.structure import decoder_layers, subclass_of
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from deepspeed_cad.ahead.documents import batch_shape
+from deepspeed_cad.ahead.step import batch_rope
 from deepspeed_cad.attention.microbatch import MicroBatch, NotInterleaved
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.notice import notice

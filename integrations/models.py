@@ -20,6 +20,7 @@ from deepspeed_cad.integrations.structure import KIND, has_attention, has_chunks
 from torch import nn
 from transformers import PreTrainedModel
 
+from deepspeed_cad.ahead.step import batch_rope
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import Session
 
@@ -254,14 +255,6 @@ def refuse_spanning(config: Any, state: str = "") -> None:
             f'rope_type is "{kind}": its frequencies depend on the largest position on a rank, so a document that '
             "spans ranks would be rotated in two ways. Keep every document on one rank, or use another rope_type"
         )
-
-
-def batch_rope(config: Any) -> str:
-    """The RoPE type of a model whose frequencies depend on the largest position in the batch; else empty."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
-    kinds = [one.get("rope_type", one.get("type")) for one in nested or [rope] if isinstance(one, dict)]
-    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), "")
 
 
 def is_mixture(config: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
+from deepspeed_cad.integrations.forward_only import generating, within
 from deepspeed_cad.integrations.models import refuse_model
 from deepspeed_cad.integrations.pipeline import (
     Embedding,
@@ -30,7 +31,7 @@ from deepspeed_cad.integrations.pipeline import (
     from_checkpoint,
 )
 from deepspeed_cad.integrations.structure import decoder_layers, find_decoder
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 
@@ -106,8 +107,7 @@ class _Pipeline(PipelineModule):
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = partition_balanced(weights=layer_work(self.skeleton), num_parts=self.num_stages)
-        layers = [[k for k in self._kinds[a:b] if isinstance(k, int)] for a, b in zip(self.parts, self.parts[1:])]
-        if not all(layers):
+        if not all(any(isinstance(k, int) for k in self._kinds[a:b]) for a, b in zip(self.parts, self.parts[1:])):
             raise CADConfigError(
                 f"a stage of {self.num_stages} would hold no decoder layer (they begin at {self.parts[:-1]} of "
                 f"{len(self._kinds)} layers, embedding, norm and head included): take fewer stages"
@@ -204,31 +204,46 @@ def layer_work(skeleton: PreTrainedModel) -> list[float]:
 def refuse_uncut(skeleton: PreTrainedModel) -> None:
     """Raise CADUnsupportedError for a model that is more than embedding, layers, norm and head.
 
-    A copy without layers and with few tokens runs as a whole and as a pipeline with two empty parts; both must agree.
+    A small copy runs as a whole and as a pipeline with two empty parts; both must agree.
     """
     config = skeleton.config
     name = type(skeleton).__name__
     decoder = find_decoder(skeleton)
-    if decoder_layers(decoder) is None or not isinstance(getattr(decoder, "norm", None), torch.nn.Module):
+    small, norm = cut_config(config, range(1)), getattr(decoder, "norm", None)
+    if decoder_layers(decoder) is None or small.num_hidden_layers != 1 or not isinstance(norm, torch.nn.Module):
         raise CADUnsupportedError(
-            f"{name} cannot be cut into stages: its decoder has no list of layers and a last norm"
+            f"{name} cannot be cut into stages: its decoder has no list of as many layers as its config says, and a "
+            "last norm"
         )
     if getattr(config, "output_router_logits", False):
         raise CADUnsupportedError(
             f"{name} cannot be cut into stages with output_router_logits=True: the auxiliary loss of its routers needs "
             "all layers in one place. Set it to False"
         )
-    small = cut_config(config, range(1))
     small.vocab_size = 64
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(small, key, None)
+        setattr(small, key, 0)
+    try:
+        agree = _agree(small)
+    except Exception as error:
+        raise CADUnsupportedError(f"{name} cannot be cut into stages: {type(error).__name__}: {error}") from error
+    if not agree:
+        raise CADUnsupportedError(
+            f"{name} cannot be cut into stages: it does more between token ids and logits than embedding, layers, norm "
+            "and head (scaled embeddings, dropout of them, capped logits…)"
+        )
+
+
+def _agree(small: PretrainedConfig) -> bool:
+    """Whether a model of this config, without layers, gives the same as a whole and in two parts, dropout included."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
     inner = find_decoder(model)
     inner.layers = torch.nn.ModuleList()
-    model = model.to_empty(device="cpu").eval()
+    model = model.to_empty(device="cpu").train()
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    # Not a model that is looked at, although no gradients are on.
+    with torch.no_grad(), torch.random.fork_rng(), within(generating):
         for value in [*model.parameters(), *model.buffers()]:
             if value.is_floating_point():
                 value.uniform_(0.5, 1.5, generator=generator)
@@ -236,16 +251,15 @@ def refuse_uncut(skeleton: PreTrainedModel) -> None:
         positions = torch.arange(4)[None]
         # Without its norm first: a norm takes factors out that are applied once too often.
         norm, inner.norm = inner.norm, torch.nn.Identity()
+        torch.manual_seed(0)
         hidden = inner(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         inner.norm = norm
+        torch.manual_seed(0)
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        torch.manual_seed(0)
         given: Any = Embedding(model.get_input_embeddings())((ids, positions))
         for _ in range(2):
             empty = decoder_around(inner, torch.nn.ModuleList(), small)
             given = empty(inputs_embeds=given[0], position_ids=positions, use_cache=False).last_hidden_state, positions
         cut = given[0], Head(model.get_output_embeddings())(Norm(norm)(given))
-    if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip((hidden, logits), cut, strict=True)):
-        raise CADUnsupportedError(
-            f"{name} cannot be cut into stages: it does more between token ids and logits than embedding, layers, norm "
-            "and head (scaled embeddings, capped logits…)"
-        )
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip((hidden, logits), cut, strict=True))

@@ -51,7 +51,8 @@ def one_row(given: dict[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = {MASK: None}
     for name in ("input_ids", "inputs_embeds", "position_ids"):
         if (value := given.get(name)) is not None:
-            changed[name] = value.new_zeros(1, 1, *value.shape[2:])
+            axes, of_token = ((), value.shape[2:]) if name == "inputs_embeds" else (value.shape[:-2], ())
+            changed[name] = value.new_zeros(*axes, 1, 1, *of_token)
     if given.get("inputs_embeds") is not None:
         # Keeps the graph: the embedding takes part in the backward on every rank.
         changed["inputs_embeds"] = changed["inputs_embeds"] + given["inputs_embeds"].sum()

@@ -108,8 +108,7 @@ def _reads(binding: Binding, batch: Any) -> bool:
 
 def refuse_accelerator(accelerator: Any) -> None:
     """Raise CADUnsupportedError for parallelism or loading that CAD does not combine with."""
-    parallel = getattr(accelerator, "parallelism_config", None)
-    if getattr(parallel, "cp_enabled", False):
+    if getattr(getattr(accelerator, "parallelism_config", None), "cp_enabled", False):
         raise CADUnsupportedError(
             "context parallelism (cp_size) is on in Accelerate's parallelism_config beside CAD; CAD spreads attention "
             "over all data-parallel ranks by itself. Set it to 1 or take CAD out"

@@ -47,6 +47,8 @@ def find_recurrent(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_recurrent(module: nn.Module) -> bool:
     """Whether its one convolution is per channel, over tokens, and causal where its surplus is cut off."""
+    if isinstance(module, _Recurrent):  # from here already
+        return True
     convolutions = [child for child in module.children() if isinstance(child, nn.modules.conv._ConvNd)]
     if len(convolutions) != 1 or not isinstance(one := convolutions[0], nn.Conv1d):
         return False

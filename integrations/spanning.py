@@ -167,8 +167,7 @@ def _hand_on(
             # along with what is sent first, and nothing of what came last with what is sent next and with the output.
             tied = () if place else tensors.values()
             came = spanning.bring(spanning.hops[place], layer, place, torch.cat(behind), *tied)
-    nothing = came[:0].reshape(1, 0, *outputs[0].shape[2:]).to(outputs[0].dtype)
-    whole = torch.cat([*outputs, nothing], dim=1)
+    whole = torch.cat([*outputs, came[:0].reshape(1, 0, *outputs[0].shape[2:]).to(outputs[0].dtype)], dim=1)
     return (whole, None) if wishes == "output_final_state" else whole
 
 

@@ -167,8 +167,7 @@ def unknown_loss(trainer: Any) -> str:
 
 def _may_read_ahead(trainer: Any) -> bool:
     """Whether another step follows, and the loader's state that checkpoints hold does not count what it gave out."""
-    config = getattr(trainer.accelerator, "dataloader_config", None)
-    if getattr(config, "use_stateful_dataloader", False):
+    if getattr(getattr(trainer.accelerator, "dataloader_config", None), "use_stateful_dataloader", False):
         return False
     return bool(trainer.state.global_step + 1 < trainer.state.max_steps)
 

@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.ahead.documents import MASK, Announcement, batch_shape, read_documents
 from deepspeed_cad.ahead.feed import Feed
-from deepspeed_cad.ahead.step import NOT_STATED, settle
+from deepspeed_cad.ahead.step import NOT_STATED, batch_rope, settle
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
@@ -95,7 +95,7 @@ class Binding:
         """How its layers that carry state are run; None where it has none."""
         self.state_stays = why_not(session, recurrent) if recurrent else ""
         """Why state cannot travel with documents that span ranks; empty where it can."""
-        whole = self.ways or models.batch_rope(decoder.config) or session.config.verify
+        whole = self.ways or batch_rope(decoder.config) or session.config.verify
         self.feed.cuts = not whole and session.config.overlap_used != "interleave"
         AttentionInterface.register(NAME, cad_attention)
         AttentionMaskInterface.register(NAME, cad_mask)

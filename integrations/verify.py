@@ -363,8 +363,7 @@ def plain_attention(
         if sinks_H is not None:
             column = sinks_H.to(score.dtype).view(k.shape[1], -1, 1, 1).expand(*score.shape[:3], 1)
             score = torch.cat([score, column], dim=3)
-        weight = torch.softmax(score, dim=3)[..., : v.shape[0]]
-        return torch.einsum("kgru,ukv->rkgv", weight, v).flatten(1, 2)
+        return torch.einsum("kgru,ukv->rkgv", torch.softmax(score, dim=3)[..., : v.shape[0]], v).flatten(1, 2)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

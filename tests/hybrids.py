@@ -28,8 +28,7 @@ class Kernels:
 
         def causal_conv1d_fn(x: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any) -> Any:
             cuts = self._sequence("causal_conv1d_fn", kwargs.get("seq_idx"), x.shape[0], x.shape[2])
-            parts = x.split(cuts, dim=2)
-            return torch.cat([own(part, weight, bias, activation=activation) for part in parts], dim=2)
+            return torch.cat([own(part, weight, bias, activation=activation) for part in x.split(cuts, dim=2)], dim=2)
 
         self.patch.setattr(self.home, "causal_conv1d_fn", causal_conv1d_fn)
         return self

@@ -87,8 +87,7 @@ def summed_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    count = model.config.num_hidden_layers
-    return [Embedding(model), *(Decoder(model, i) for i in range(count)), Head(model)]
+    return [Embedding(model), *(Decoder(model, i) for i in range(model.config.num_hidden_layers)), Head(model)]
 
 
 def by_hand(

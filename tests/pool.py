@@ -30,8 +30,7 @@ def fork_server(preload: tuple[str, ...] = ()) -> Any:
     """Processes of this context are forks of one that has imported what tests need, and `preload`."""
     context = mp.get_context("forkserver")
     # With a GPU, DeepSpeed's import asks CUDA for devices, and a process that did so cannot be forked.
-    hosts = [] if torch.cuda.is_available() else _HOSTS
-    context.set_forkserver_preload([*_PRELOAD, *hosts, *preload])
+    context.set_forkserver_preload([*_PRELOAD, *([] if torch.cuda.is_available() else _HOSTS), *preload])
     return context
 
 

@@ -48,8 +48,7 @@ def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the cross entropy over targets of a packed micro-batch."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
 
 

@@ -84,8 +84,7 @@ class StepMessage:
     def to_array(self) -> Ints:
         """Micro-batches, fields, and the lengths of padding and of each announcement; then all of these."""
         parts = [self.padding, *(one.to_array() for one in self.micro_batches)]
-        head = [len(self.micro_batches), self.fields, *map(len, parts)]
-        return np.concatenate([np.array(head, np.int64), *parts])
+        return np.concatenate([np.array([len(self.micro_batches), self.fields, *map(len, parts)], np.int64), *parts])
 
     @classmethod
     def from_array(cls, values: Ints) -> StepMessage:

@@ -126,8 +126,7 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
             what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value).__name__})"
             return f'its field "{name}" {what} is not one value per token'
     if "labels" in batch and "shift_labels" not in batch and not padded:
-        first = batch["labels"][0, torch.from_numpy(local.offset[local.offset > 0]).to(ids.device)]
-        if bool((first != IGNORED).any()):
+        if bool((batch["labels"][0, torch.from_numpy(local.offset[local.offset > 0]).to(ids.device)] != IGNORED).any()):
             return (
                 "its labels make the first token of a document a target of the document before; set it to -100 "
                 "(DataCollatorWithFlattening and TRL's packing do)"
@@ -257,8 +256,7 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
     rows, tokens = 1, torch.cat(pieces)
     if fields.padded:
         rows, tokens = len(pieces), pad_token(padding, fields).repeat(len(pieces) * int(length.max()), 1)
-        real = np.arange(length.max()) < length[:, None]
-        tokens[torch.from_numpy(real.reshape(-1))] = torch.cat(pieces)
+        tokens[torch.from_numpy((np.arange(length.max()) < length[:, None]).reshape(-1))] = torch.cat(pieces)
     # What is not a tensor (None, flags) stays as it was.
     batch: Any = copy(like)
     for field, column in zip(fields.per_token, tokens.split(fields.sizes, 1)):

@@ -196,17 +196,28 @@ def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "
         return
     if feed.shares.count > 1:
         wrong = "several ranks hold one micro-batch together (tensor parallelism, Ulysses)"
-    wrong, unknown = wrong or _find_router_loss(model), unknown or find_random(model)
+    wrong, unknown = wrong or _find_company(model), unknown or find_random(model)
     feed.deals = not wrong and (asked == "deal" or not unknown)
     remedy = "" if wrong else '; where that does not matter, "documents": "deal" deals them out'
     feed.stays = "" if feed.deals else f"documents stay on their ranks: {wrong or unknown}{remedy}"
 
 
-def _find_router_loss(model: torch.nn.Module) -> str:
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "output_router_logits", False):
+def _find_company(model: torch.nn.Module) -> str:
+    """What of a document depends on those beside it."""
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        if getattr(config, "output_router_logits", False):
             return "output_router_logits is on, and the router's auxiliary loss depends on which documents meet"
+        if kind := batch_rope(config):
+            return f'rope_type "{kind}" rotates every document of a row by the longest one'
     return ""
+
+
+def batch_rope(config: Any) -> str:
+    """The RoPE type of a model whose frequencies depend on the largest position in the batch; else empty."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    kinds = [one.get("rope_type", one.get("type")) for one in nested or [rope] if isinstance(one, dict)]
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), "")
 
 
 def find_random(model: torch.nn.Module) -> str:

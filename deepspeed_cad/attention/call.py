@@ -86,8 +86,7 @@ class Parked:
         else:
             o_THV, (*inputs, lse_TH) = self._o_THV, tensors
             self.inputs = tuple(inputs)
-        served = () if self._served is None else _ServedLater(self._served)
-        return Kept(o_THV, lse_TH, served, rest.sinks_H, version)
+        return Kept(o_THV, lse_TH, () if self._served is None else _ServedLater(self._served), rest.sinks_H, version)
 
     def part_with_served(self) -> None:
         """The layer runs again: what was served leaves now, where its forward was the last one."""

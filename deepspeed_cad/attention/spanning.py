@@ -127,8 +127,7 @@ class Spanning:
         self.longest = int(self._count.max(initial=1))
         """Pieces of the document that has most."""
         self._place = np.arange(len(of)) - self._first[of]
-        last = self._place + 1 == self._count[of]
-        table = zip(self._sizes[mine], self._place[mine], last[mine])
+        table = zip(self._sizes[mine], self._place[mine], (self._place + 1 == self._count[of])[mine])
         # In the order of `rows`; one where there are none, for the row that stands in.
         self.pieces = [Piece(int(size), int(place), bool(end)) for size, place, end in table] or [Piece(1, 0, True)]
         self._heads: dict[tuple[int, int], list[Wave]] = {}
@@ -232,8 +231,7 @@ class Spanning:
             cuts = [first + widths * wave // waves for wave in range(waves + 1)]
             parts = np.diff(cuts, axis=0)
             served = (parts * self._held.sum(1)[:, None]).sum(1)
-            home = (parts.sum(2)[..., None] * self._held).sum(1)
-            needed = size * (served + home).max(0)
+            needed = size * (served + (parts.sum(2)[..., None] * self._held).sum(1)).max(0)
             if needed.max() <= memory.limit:
                 break
         if needed.max() > max(memory.limit, memory.most):
@@ -304,8 +302,7 @@ class Spanning:
         # Also where nothing comes back: carriers make the tables of both directions at once.
         sizes = table[:, ROWS] * leaves
         returned = np.bincount(table[:, HOME], weights=sizes, minlength=self._ranks).astype(np.int64)
-        before = np.cumsum(returned) - returned
-        table[:, STAGE_ROW] = np.cumsum(sizes) - sizes - before[table[:, HOME]]
+        table[:, STAGE_ROW] = np.cumsum(sizes) - sizes - (np.cumsum(returned) - returned)[table[:, HOME]]
         serves = table[:, SERVER] == self._rank
         rows = int((table[here, HOME_ROW] + table[here, ROWS]).max(initial=0))
         return Schedule(

@@ -234,9 +234,8 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
     gather = 2.0 * setting.model.hidden * float(link_seconds(machine, gathered).max())
     pieces, rows = int(np.bincount(own.document).max()), float(inside.max())
     parts = pieces > MOST_PIECES or not state.hands_on
-    late = PARTED if parts else WAIT * (pieces - 1)
     return Travel(
-        late * layer * rows * (state.taken > 0),
+        (PARTED if parts else WAIT * (pieces - 1)) * layer * rows * (state.taken > 0),
         layer * rows,
         COPIES * 2.0 * state.taken * rows if parts else 0.0,
         layer * (float((layout.tokens - inside + whole).max()) - float(layout.tokens.max())) + ran(gather, gather),

@@ -117,5 +117,4 @@ def landing_bytes(setting: Setting, flows: Flows, with_outputs: bool = False) ->
     more = 1.0 + LSE / (2.0 * shape.value_dim) if with_outputs else 0.0
     row = shape.query_bytes + shape.output_bytes * (1.0 + more)
     there = float((rows * row + keys * shape.key_value_bytes).max(initial=0.0))
-    home = np.maximum(flows.bytes[QKV_SENT], flows.bytes[O_RECEIVED]).sum(0).max(initial=0)
-    return HEADROOM * (there + float(home))
+    return HEADROOM * (there + float(np.maximum(flows.bytes[QKV_SENT], flows.bytes[O_RECEIVED]).sum(0).max(initial=0)))

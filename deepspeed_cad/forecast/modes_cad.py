@@ -122,8 +122,7 @@ def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds,
         took = float(end.max()) + _latency(setting) / 2
         ran += took + UNEVEN * float(begin.max())
         exposed += max(0.0, took - float(best.max()))
-    work = setting.in_pass(alone, kept=not again)
-    parts = other.layers.sum(0) + loss, work.sum(0), other.tensor.sum(0)
+    parts = other.layers.sum(0) + loss, setting.in_pass(alone, kept=not again).sum(0), other.tensor.sum(0)
     linear, attention, tensor = (float(part.mean()) for part in parts)
     return ran, Seconds(linear, attention, exposed, tensor), flows
 

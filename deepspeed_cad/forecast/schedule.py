@@ -67,8 +67,7 @@ def non_attention(setting: Setting, tokens: Floats) -> NonAttention:
 def ulysses_bytes(shape: HeadShape, degree: int) -> float:
     """That leave a rank with a token and layer: Q, K and V, and O back. Where there are fewer KV heads than ranks, each
     is sent to all ranks that need it."""
-    heads = 2.0 * shape.query_heads + 2.0 * max(shape.groups, degree)
-    return heads * shape.head_dim * shape.bytes_per_element
+    return (2.0 * shape.query_heads + 2.0 * max(shape.groups, degree)) * shape.head_dim * shape.bytes_per_element
 
 
 def meets_at_the_end(setting: Setting) -> bool:

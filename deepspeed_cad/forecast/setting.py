@@ -134,11 +134,10 @@ def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1, whole_l
     )
     product = 2.0 * model.layer_parameters / machine.matrix_flops
     logits = (WHOLE_LOSS if whole_loss else LOSS) * model.vocabulary / machine.memory_rate
-    loss = 6.0 * model.hidden * model.vocabulary / machine.matrix_flops + logits
     return Work(
         (product + forward / machine.memory_rate) / tensor,
         (2.0 * product + backward / machine.memory_rate) / tensor,
-        loss / tensor,
+        (6.0 * model.hidden * model.vocabulary / machine.matrix_flops + logits) / tensor,
     )
 
 

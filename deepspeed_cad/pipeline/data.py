@@ -102,7 +102,7 @@ class Reader:
     """Reads loaders ahead. What was read and is not trained yet comes first when its loader is read again."""
 
     def __init__(self) -> None:
-        self._ahead: deque[tuple[Any, deque[Loaded]]] = deque(maxlen=LOADERS)
+        self._ahead: deque[tuple[Any, deque[Loaded]]] = deque()
 
     def peek(self, iterator: Iterator[Any] | None, count: int, has_loss: bool) -> list[Loaded] | None:
         """The next micro-batches of a loader, which stay the next ones; None where it ends before."""
@@ -127,5 +127,7 @@ class Reader:
         found = next((ahead for known, ahead in self._ahead if known is iterator), None)
         if found is None:
             found = deque()
+            # Those of which nothing is kept go first, such as of evaluations.
+            self._ahead = deque((one for one in self._ahead if one[1]), LOADERS)
             self._ahead.append((iterator, found))
         return found

@@ -199,17 +199,17 @@ def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> 
     engine = binding.engine
 
     @wraps(original)
-    def eval_batch(data_iter: Any, *args: Any, num_micro_batches: int | None = None, **kwargs: Any) -> Any:
-        before = engine.data_iterator
+    def eval_batch(data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        given, before = inspect.signature(original).bind(data_iter, *args, **kwargs).arguments, engine.data_iterator
         engine.set_dataiterator(data_iter)
         try:
             # Every rank has an error of CAD, or was told.
             with _stopping(binding, StopIteration, CADError):
-                binding.begin_evaluation(num_micro_batches or engine.micro_batches)
+                binding.begin_evaluation(given.get("num_micro_batches") or engine.micro_batches)
         finally:
             engine.set_dataiterator(before)
         with _stopping(binding):
-            return original(data_iter, *args, num_micro_batches=num_micro_batches, **kwargs)
+            return original(data_iter, *args, **kwargs)
 
     return eval_batch
 

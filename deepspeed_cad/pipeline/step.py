@@ -178,8 +178,9 @@ class PipelineBinding:
         phase.finish()
         if round_ == 0 and self.session.config.look_ahead:
             # Once the GPU has work: reading data takes time.
-            rounds = self._plans.rounds
-            self._next = self._plan_step(self._peek(rounds.micro_batches), rounds)
+            rounds, stateful = self._plans.rounds, hasattr(self.engine.data_iterator, "state_dict")
+            # The state of a loader, which checkpoints hold, counts what was read and not what was trained.
+            self._next = self._plan_step(None if stateful else self._peek(rounds.micro_batches), rounds)
 
     def run_alone(self, work: Callable[[], None]) -> None:
         """The forward of the next micro-batch of an evaluation."""

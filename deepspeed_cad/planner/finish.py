@@ -144,8 +144,7 @@ def end_of_pass(
     is_late = waiting > 0.0 if alternation is None else (waiting > 0.0) & ~alternation.servers
     done = np.maximum(start + own, np.where(is_late, served, 0.0))
     trip = np.maximum(back.server[where, servers], back.home[where, homes])
-    slowest = np.maximum(slower[servers], trip)
-    home_at = first[servers] + trip / count[servers] + later[servers] * slowest
+    home_at = first[servers] + trip / count[servers] + later[servers] * np.maximum(slower[servers], trip)
     if alternation is not None:
         home_at -= np.where(alternation.servers[servers], alternation.later, 0.0)
     np.maximum.at(done, homes[back.pairs], home_at[back.pairs])
@@ -168,8 +167,7 @@ def alternate(other_work: float, linear: Floats, speed: Floats, servers: Bools) 
     rows, which run while the other tick is attended. `speed`: [ranks] of attention. `servers`: [ranks] who only serves.
     """
     slowest = float(linear.max(initial=0.0))
-    other = max(float(common_finish(np.array([other_work]), linear, speed)[0]), slowest)
-    return Alternation(servers, other - slowest)
+    return Alternation(servers, max(float(common_finish(np.array([other_work]), linear, speed)[0]), slowest) - slowest)
 
 
 def begin_in_place(

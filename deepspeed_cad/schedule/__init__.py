@@ -166,7 +166,6 @@ def schedule_rank(tick: Tick, slices: Slices, rank: int, groups: int, window: in
     mine_home, mine_server = table[:, HOME] == rank, table[:, SERVER] == rank
     local = slices.local[slices.local[:, 0] == rank]
     sequences = slices.sequences[slices.sequences[:, 0] == rank]
-    one_group = np.tile([0, 1], (len(sequences), 1))
     return Schedule(
         rank=rank,
         ranks=tick.ranks,
@@ -180,7 +179,7 @@ def schedule_rank(tick: Tick, slices: Slices, rank: int, groups: int, window: in
         served_rows=slices.served_rows,
         landed_rows=slices.landed_rows,
         local=_fuse(local[:, 1:3], local[:, 3:7]),
-        served=_fuse(one_group, sequences[:, 1:5]),
+        served=_fuse(np.tile([0, 1], (len(sequences), 1)), sequences[:, 1:5]),
         half_local=_half_local_batches(slices.half_local[slices.half_local[:, 0] == rank]),
     )
 

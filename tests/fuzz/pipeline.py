@@ -106,8 +106,7 @@ class _Pipeline:
     def train(self, step: int, batches: Iterator[Any]) -> None:
         self.reference.zero_grad()
         loss = float(self.engine.train_batch(batches))
-        expected = self.expected(step * self.case.accumulation, gradients=True)
-        self._compare("training", step, loss, expected)
+        self._compare("training", step, loss, self.expected(step * self.case.accumulation, gradients=True))
         wanted = {name: value.grad for name, value in self.reference.named_parameters() if value.grad is not None}
         largest = max(float(gradient.abs().max()) for gradient in wanted.values())
         limit = 10 * self.tolerance if self.case.dtype == "fp64" else 1e-4

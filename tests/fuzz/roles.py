@@ -52,8 +52,7 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         if server is not None:
             code = process.serve(server, request.config)
             held = made[0].held if made else 0
-            last = said.getvalue().strip().rpartition("\n")[2]
-            return Played(rank, exit_code=code, held=held, said=last)
+            return Played(rank, exit_code=code, held=held, said=said.getvalue().strip().rpartition("\n")[2])
         request.publish()
         dist.init_process_group("gloo")
         return play(dist.get_rank(), dist.get_world_size(), line, lambda reason: farewell(reason))

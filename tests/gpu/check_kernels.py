@@ -139,8 +139,7 @@ def by_group(x_SGD: torch.Tensor, gap: int) -> torch.Tensor:
 def check_large(place: Place, kernel: Kernel) -> Found:
     """The last of many sequences, in tensors of more than 2^31 elements: the same bits as alone; and rows placed there.
     Fewer on a CPU."""
-    shape = {"heads": 32, "groups": 8, "head": 128}
-    reason = refusal(place, kernel, shape)
+    reason = refusal(place, kernel, {"heads": 32, "groups": 8, "head": 128})
     if reason is not None:
         return None, reason
     length = 128

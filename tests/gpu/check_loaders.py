@@ -38,8 +38,7 @@ def check(place: Place, case: str) -> Found:
     exact = not place.on_gpu
     model = training.tiny_llama(torch.float64 if exact else torch.float32).to(place.device).train()
     reference = training.tiny_llama()  # on the CPU, which in fp64 gives the same
-    block = {"granularity": 16, "tolerance": 0.02, "timeout_s": TIMEOUT_S, "kernel": "torch_math"}
-    deepspeed_cad.apply(model, block)
+    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "timeout_s": TIMEOUT_S, "kernel": "torch_math"})
     session = deepspeed_cad.current_session()
     odd = place.rank == place.ranks - 1
     documents = documents_of(place.rank, settings["lengths"][odd])

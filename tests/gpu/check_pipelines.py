@@ -60,8 +60,7 @@ def step(stages: int, dtype: torch.dtype, block: dict[str, Any] | None) -> tuple
     """The loss of a step, and what it changed in this stage's weights."""
     import deepspeed
 
-    model = training.tiny_llama(dtype, num_hidden_layers=4, hidden_size=512)
-    module = pipelines.by_hand(model, stages, interval=1)
+    module = pipelines.by_hand(training.tiny_llama(dtype, num_hidden_layers=4, hidden_size=512), stages, interval=1)
     module.dynamic_shape = True
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": COUNT, "steps_per_print": 1 << 30,

@@ -77,8 +77,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
         for kernel in kernels[:1] if waves else kernels:
             for documents in ("stream",) if waves else ("rows", "stream"):
                 label = f"{transport}, {documents}, {kernel}" + (f", {waves} waves" if waves not in ("", "1") else "")
-                run = partial(check, place, transport, kernel, documents, int(waves or 1))
-                lines.check("two streams", label, run)
+                lines.check("two streams", label, partial(check, place, transport, kernel, documents, int(waves or 1)))
                 close_session()
     torch.use_deterministic_algorithms(False)
 

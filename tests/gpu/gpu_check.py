@@ -294,8 +294,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _summary(lines: list[dict[str, Any]]) -> str:
     rows = merge([Ended(Launch(""), lines)])
     counts = {state: sum(row["state"] == state for row in rows) for state in (PASSED, FAILED, REFUSED, SKIPPED)}
-    skipped = counts[REFUSED] + counts[SKIPPED]
-    return f"{counts[PASSED]} passed, {counts[FAILED]} failed, {skipped} skipped"
+    return f"{counts[PASSED]} passed, {counts[FAILED]} failed, {(counts[REFUSED] + counts[SKIPPED])} skipped"
 
 
 def _say(text: str) -> None:

@@ -39,8 +39,7 @@ def _checkpointing(model: torch.nn.Module) -> torch.nn.Module:
 def _checkpoint_wrappers(model: torch.nn.Module) -> torch.nn.Module:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    names = {type(_layers(model)[0])}
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in names)
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in {type(_layers(model)[0])})
     return _fsdp2(model)
 
 

@@ -66,8 +66,7 @@ def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block:
     ends = torch.tensor([0, *lengths[rank]]).cumsum(0)
     mine = [sum(own) for own in lengths[:world]]
     for heads, kv_heads, dim, value, given in OPTIONS:
-        gen = torch.Generator().manual_seed(7)
-        make = partial(torch.randn, sum(documents), dtype=torch.float64, generator=gen)
+        make = partial(torch.randn, sum(documents), dtype=torch.float64, generator=torch.Generator().manual_seed(7))
         whole = [make(*size).requires_grad_() for size in ((heads, dim), (kv_heads, dim), (kv_heads, value))]
         sinks, do = given.get("sinks"), make(heads, value)
         own_sinks, sinks = (None if sinks is None else sinks.clone().requires_grad_() for _ in range(2))

@@ -43,7 +43,7 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
     replica = engine.grid.get_data_parallel_id()
     batches: list[Any] = [training.pack(pipelines.documents_of(replica, m)) for m in range(COUNT)]
     batches[1] = told(pipelines.documents_of(replica, 1), "lengths")
-    evaluated = float(engine.eval_batch(iter(batches)))
+    evaluated = float(engine.eval_batch(iter(batches), False, True, "avg", True, COUNT))
     loss = float(engine.train_batch(iter(batches)))
     assert abs(evaluated - loss) < 1e-5
     deepspeed_cad.to_hf(engine, target)

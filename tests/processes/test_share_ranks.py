@@ -118,8 +118,7 @@ def _train(
     together = block.get("forward_only") == "balanced" and shares < world
     assert session.forward_only.micro_batches == together
     assert not together or session.forward_only.imbalance < session.forward_only.imbalance_before
-    moved = {"sent": 0} if session.transport is None else training.figures()
-    return moved | {"line": session.describe()}
+    return ({"sent": 0} if session.transport is None else training.figures()) | {"line": session.describe()}
 
 
 @pytest.mark.parametrize("kv_heads, checkpoint, block", [

@@ -58,10 +58,9 @@ def test_timeline_of_two_ranks(workers: WorkerPool, tmp_path: Path) -> None:
     for rank in range(2):
         assert len(list(_lane(events, rank, "micro-batch"))) == STEPS
         compute = list(_lane(events, rank, "training stream"))
-        names = {event["name"] for event in compute}
-        assert {
-            f"{what} {x}" for what in ("dispatch", "local", "served", "wait", "return", "model") for x in "AB"
-        } <= names
+        assert {f"{what} {x}" for what in ("dispatch", "local", "served", "wait", "return", "model") for x in "AB"} <= {
+            event["name"] for event in compute
+        }
         # Kept attention is not run again, so there are as many backward calls as forward ones.
         served = Counter(e["cat"] for e in compute if e["name"].startswith("served"))
         assert served == dict.fromkeys(("forward", "backward"), STEPS * LAYERS * 2 * waves)

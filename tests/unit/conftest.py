@@ -4,11 +4,15 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from deepspeed_cad.cli import progress
 from deepspeed_cad.exchange import nccl, waits
 from deepspeed_cad.exchange.failure import identity, watchdog
 from deepspeed_cad.feedback import non_attention
+
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)

@@ -105,8 +105,7 @@ def test_bf16_is_as_exact_as_the_kernel(name: str, cut: bool) -> None:
     segments = ranks.layout.segments
     lengths = [int(segments.end[segments.document == number].max()) for number in range(ranks.layout.documents)]
     whole = Layout.from_rank_lengths([lengths])
-    tasks = [whole_rank_tasks(whole, GROUPS)]
-    alone = Ranks(whole, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=tasks).run()
+    alone = Ranks(whole, PLAIN, sinks=SINKS, dtype=torch.bfloat16, tasks=[whole_rank_tasks(whole, GROUPS)]).run()
     for what, error in ranks.run().items():
         assert error <= 2 * alone[what], (what, error, alone[what])
     for leaf in ranks.leaves:

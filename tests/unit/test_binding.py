@@ -9,6 +9,7 @@ import torch
 import training
 from deepspeed_cad.integrations import functions
 from deepspeed_cad.integrations import transformers as room
+from deepspeed_cad.integrations.positions import one_row
 from deepspeed_cad.integrations.structure import find_decoder, find_model
 
 import deepspeed_cad
@@ -102,6 +103,7 @@ def test_an_empty_batch_runs_one_row_that_nobody_sees() -> None:
     model, _ = bound()
     none = torch.zeros(1, 0, dtype=torch.long)
     assert model(input_ids=none, position_ids=none).logits.shape == (1, 0, 64)
+    assert one_row({"input_ids": none, "position_ids": none.expand(3, 1, 0)})["position_ids"].shape == (3, 1, 1)
     embeds = torch.zeros(1, 0, 64, dtype=torch.float64, requires_grad=True)
     out = model(inputs_embeds=embeds, position_ids=none)
     assert out.logits.shape == (1, 0, 64)

@@ -57,8 +57,7 @@ def test_an_error_of_ours_is_one_line(monkeypatch, capsys) -> None:
 
 def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     missing = Finding("deepspeed", False, "not installed", "pip install it")
-    report = WORKS | {"packages": [*WORKS["packages"][:3], missing]}
-    monkeypatch.setattr(doctor, "examine", lambda: report)
+    monkeypatch.setattr(doctor, "examine", lambda: WORKS | {"packages": [*WORKS["packages"][:3], missing]})
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.rstrip().split("\n")
     assert "  --  deepspeed        not installed" in lines

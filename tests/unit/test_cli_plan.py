@@ -31,8 +31,7 @@ GOOD: dict[str, Any] = {
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
     """Exit code and all that was said."""
-    code = main(["plan", *map(str, words)])
-    return code, "".join(capsys.readouterr())
+    return main(["plan", *map(str, words)]), "".join(capsys.readouterr())
 
 
 def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def steps(draw: st.DrawFn) -> Step:
     return step_of([rows[r * micro_batches : (r + 1) * micro_batches] for r in range(ranks)], padded)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     steps(), st.sampled_from([0.0, 1.0, 30.0]), st.sampled_from([None, [0, 0, 1, 1, 1], [0, 1, 0, 1, 0]]),
     st.booleans(), st.booleans(),
@@ -154,15 +154,13 @@ def test_rows_are_filled_by_their_shares(lengths: list, shares: list, most: int,
 
 def test_hosts_are_even_first() -> None:
     """A long document makes its rank late: its host gets less else, so that attention moves inside the host."""
-    rows = [[[200]], [[20] * 10], [[20] * 10], [[20] * 60]]
-    step = step_of(rows)
+    step = step_of([[[200]], [[20] * 10], [[20] * 10], [[20] * 60]])
     costs = costs_of(step)
     at_home = np.array([0, 0, 1, 1])
 
     def load_of_hosts(hosts: np.ndarray | None) -> np.ndarray:
         dealt = deal(step, costs, 0.05, hosts)
-        work = costs.work + step.length * EACH
-        return np.bincount(at_home[dealt.pieces.rank], work, 2)
+        return np.bincount(at_home[dealt.pieces.rank], (costs.work + step.length * EACH), 2)
 
     apart, together = load_of_hosts(None), load_of_hosts(at_home)
     assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02

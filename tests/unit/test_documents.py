@@ -22,8 +22,7 @@ MASKS = ("absent", "ones", "zeros", "numbers", "block-diagonal", "block-diagonal
 
 def visible(numbers: np.ndarray) -> np.ndarray:
     """[batch, WIDTH, WIDTH] which key each query sees, by numbers of documents; 0 is padding."""
-    same = numbers[:, :, None] == numbers[:, None, :]
-    return same & (numbers[:, :, None] > 0) & np.tri(WIDTH, dtype=bool)
+    return (numbers[:, :, None] == numbers[:, None, :]) & (numbers[:, :, None] > 0) & np.tri(WIDTH, dtype=bool)
 
 
 def batch(truth: np.ndarray, positions: str, cumulative: str, mask: str) -> dict[str, Any]:
@@ -66,8 +65,7 @@ def documents_of_rows(draw: st.DrawFn, cumulative: str, mask: str) -> np.ndarray
     truth = np.zeros((rows, WIDTH), np.int64)
     left = cumulative == "absent" and draw(st.booleans())
     for row in range(rows):
-        cuts = sorted(draw(st.sets(st.integers(1, WIDTH - 1), max_size=3)))
-        parts = np.diff([0, *cuts, WIDTH]).tolist()
+        parts = np.diff([0, *sorted(draw(st.sets(st.integers(1, WIDTH - 1), max_size=3))), WIDTH]).tolist()
         # Lengths tell of padding behind the last document only, a mask of ones of none.
         may = mask not in ("absent", "ones") if cumulative == "absent" else row == rows - 1
         if may and draw(st.booleans()):
@@ -79,7 +77,7 @@ def documents_of_rows(draw: st.DrawFn, cumulative: str, mask: str) -> np.ndarray
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cumulative", LENGTHS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_every_combination_means_what_it_says(cumulative: str, mask: str, data: st.DataObject) -> None:
     truth, positions = data.draw(documents_of_rows(cumulative, mask)), data.draw(st.sampled_from(POSITIONS))

@@ -91,5 +91,4 @@ def test_early_and_late(tasks: list[tuple[int, ...]], one: tuple, two: tuple) ->
     schedule = schedule_rank(tick, build_slices(tick, np.array(tasks)), 0, GROUPS)
     for two_streams, expected in ((False, one), (True, two)):
         early, late = upload_schedule(schedule, CPU, two_streams).local
-        found = ([(b.q_rows, b.group_begin, b.group_end) for b, _ in part] for part in (early, late))
-        assert tuple(found) == expected
+        assert tuple([(b.q_rows, b.group_begin, b.group_end) for b, _ in part] for part in (early, late)) == expected

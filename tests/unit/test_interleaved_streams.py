@@ -236,7 +236,7 @@ def end_of_tick(one: Seconds) -> float:
     return float(done.max())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(*(st.floats(lowest, 2.0) for lowest in (0.1, 0.0, 0.1)), st.booleans(), st.sampled_from(WAVES_IN_TURN))
 @pytest.mark.parametrize("trip", [(0.0, 0.0), (0.02, 0.01), (0.3, 0.2), (0.6, 0.9)])
 def test_what_is_hidden_in_the_plan_is_hidden_in_the_round(
@@ -248,8 +248,7 @@ def test_what_is_hidden_in_the_plan_is_hidden_in_the_round(
     took = (simulated(one, backward, 41) - simulated(one, backward, 40)) / 2
     # Where both have nearly as much to do, it takes more than 40 layers until the one with more is never idle.
     either = min(linear + own, served)
-    nearly = 60 * (work - either) < linear + own + served + sum(trip)
-    assert took >= (either if nearly else work) - 1e-9
+    assert took >= (either if (60 * (work - either) < linear + own + served + sum(trip)) else work) - 1e-9
     if found <= work + 1e-9:
         assert took <= work + 1e-9
     # Half a round takes no longer than the planner takes the tick for.
@@ -269,8 +268,7 @@ def test_how_late_results_may_come() -> None:
 def session() -> Iterator[Session]:
     """Planning for a trainer and a server on links of 1 GB/s, a nanosecond per pair."""
     opened = Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))
-    costs = (ShapeCost(SHAPE, pair=1e-9),)
-    opened.plans.cost = Profile("test", "test", costs, unit="seconds", inside=1e9, between=1e9)
+    opened.plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds", inside=1e9, between=1e9)
     opened.plans.crew = Crew(1, None, None, None, Servers(1, 1, 1))
     yield opened
     opened.close()

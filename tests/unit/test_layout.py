@@ -128,7 +128,7 @@ def test_halves_that_touch_are_one_piece() -> None:
     assert sorted(pieces.tolist()) == [[0, 0, 2, 0, 0], [0, 2, 6, 1, 0], [0, 6, 8, 0, 2]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 6))
 def test_zigzag_keeps_rows_and_evens_attention(lengths: list[int], ranks: int) -> None:
     width = max(1, -(-sum(lengths) // ranks))

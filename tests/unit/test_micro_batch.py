@@ -87,8 +87,7 @@ def test_who_cannot_plan_meets_the_others_first() -> None:
 @pytest.mark.parametrize("limit, waves, planned, beside", [(1e9, 1, 1, True), (44e3, 16, 1, False), (1e9, 4, 4, True)])
 def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planned: int, beside: bool) -> None:
     """On two streams a rank would run all of its own tasks first, and whoever waits for its keys with it."""
-    memory = ExchangeMemory(limit, "a test", granularity=8)
-    one = micro_batch([[64, 16], [8]], server=1, aside=object(), memory=memory)
+    one = micro_batch([[64, 16], [8]], server=1, aside=object(), memory=ExchangeMemory(limit, "a test", granularity=8))
     plan = one.make_plan
     one.make_plan = lambda tick, key: replace(plan(tick, key), waves=planned)
     found = one.schedule(FULL, 0)

@@ -25,10 +25,11 @@ from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
 from deepspeed_cad.pipeline import engine as engines
-from deepspeed_cad.pipeline.data import read_micro_batch
+from deepspeed_cad.pipeline.data import LOADERS, Reader, read_micro_batch
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
 from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, key_of, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
+from deepspeed_cad.pipeline.step import PipelineBinding
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.session import Session
 from deepspeed_cad.shares import Shares
@@ -41,8 +42,7 @@ WINDOW = LayerKind(SHAPE, MaskRule(1.0, 1024), torch.bfloat16)
 def _when(rounds: Rounds, stage: int) -> tuple[dict[int, int], dict[int, int]]:
     every = range(rounds.count)
     forward = {rounds.forward(r, stage): r for r in every if rounds.forward(r, stage) is not None}
-    backward = {rounds.backward(r, stage): r for r in every if rounds.backward(r, stage) is not None}
-    return forward, backward
+    return forward, {rounds.backward(r, stage): r for r in every if rounds.backward(r, stage) is not None}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
@@ -140,8 +140,7 @@ def test_keys_cost_backward() -> None:
     forward, backward = (tick_cost(cost, direction) for direction in (False, True))
     assert forward.key == 0
     for begin, end in ((0, 10), (100, 357)):
-        both = 2 / 7 * forward.of(begin, end) + 5 / 7 * backward.of(begin, end)
-        assert both == pytest.approx(cost.of(begin, end))
+        assert (2 / 7 * forward.of(begin, end) + 5 / 7 * backward.of(begin, end)) == pytest.approx(cost.of(begin, end))
 
 
 # Which models `to_pipeline` cuts: those that are embedding, layers, norm and head, and nothing else.
@@ -159,11 +158,29 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
     ("granite", {"embedding_multiplier": 12.0}, "it does more"),
     ("gemma2", {"final_logit_softcapping": 1.0}, "it does more"),
     ("cohere", {"logit_scale": 0.25}, "it does more"),
+    ("starcoder2", {"embedding_dropout": 0.1, "residual_dropout": 0.0}, "it does more"),
     ("qwen3_moe", {**MOE, "output_router_logits": True}, "output_router_logits"),
 ])  # fmt: skip
 def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CADUnsupportedError, match=words):
         refuse_uncut(meta_model(kind, **changes))
+
+
+def test_what_was_read_ahead_outlives_evaluations() -> None:
+    reader, loader = Reader(), iter([(torch.arange(4)[None], None)] * 3)
+    ahead = reader.peek(loader, 2, False)
+    for _ in range(2 * LOADERS):
+        other = iter([(torch.arange(4)[None], None)])
+        reader.peek(other, 1, False)
+        reader.drop(other, 1)
+    assert reader.peek(loader, 2, False) == ahead
+
+
+@pytest.mark.parametrize("state", ["state_dict", None])
+def test_a_loader_that_has_a_state_is_not_read_ahead(state: str | None) -> None:
+    binding = MagicMock(program=(), engine=SimpleNamespace(data_iterator=MagicMock(spec=[state] if state else [])))
+    PipelineBinding.run_ticks(binding, 0, None, False, lambda: None)
+    assert (binding._plan_step.call_args.args[0] is None) == (state is not None)
 
 
 def test_work_of_layers_counts_visited_experts_only() -> None:

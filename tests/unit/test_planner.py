@@ -29,14 +29,14 @@ def problems() -> st.SearchStrategy[PlanInput]:
     return st.builds(random_problem, st.integers(0, 1 << 20), st.sampled_from([None, 0, 1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_plans_of_any_kind_are_plans(problem: PlanInput) -> None:
     """Every row and head group once; loads and bytes as counted again."""
     check_plan(problem, make_plan(problem))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from(Units), st.floats(0.2, 3), st.sampled_from([-1, 0, 1, 2]))
 def test_what_the_core_finds_for_any_aim(problem: PlanInput, units: Units, level: float, kept: int) -> None:
     """With units they come down to a level around the mean."""
@@ -44,7 +44,7 @@ def test_what_the_core_finds_for_any_aim(problem: PlanInput, units: Units, level
     check_solution(problem, solve(problem, Aim(problem.tolerance, units, level * mean, kept)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(2000, 60000), min_size=4, max_size=30), st.integers(2, 8), st.sampled_from([0.02, 0.05]))
 def test_balance_is_reached_on_both_sides(lengths: list[int], ranks: int, tolerance: float) -> None:
     tick = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks)).tick()
@@ -78,7 +78,7 @@ def test_plans_are_those_that_other_compilers_gave() -> None:
     assert [fingerprint(seed) for seed in range(len(wanted))] == wanted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(), st.sampled_from([1, 2, 64, 700]))
 def test_the_same_rows_on_the_same_ranks(problem: PlanInput, window: int) -> None:
     """Bytes are as before: only what lies at servers is less."""

@@ -38,7 +38,7 @@ def nothing(problem: PlanInput) -> float:
     return float(finish_times(problem, found.work, found.flows).max())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems(), st.sampled_from([1e-13, 1e-10, 1e-8, 1e-6]), st.sampled_from([1.0, 10.0, 1000.0]))
 def test_never_later_than_nothing(problem: PlanInput, inside: float, ratio: float) -> None:
     cost = dataclasses.replace(problem.cost, byte_inside=inside, byte_between=inside * ratio)

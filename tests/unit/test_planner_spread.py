@@ -54,7 +54,7 @@ def test_one_document_moves_what_ulysses_moves(ranks: int, shape: HeadShape) -> 
     assert out.tolist() == [rows * (qkv + o)] * ranks and back.tolist() == [away * qkv] * ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from([-1, 0, 1, 2]))
 def test_what_lies_at_a_server_is_what_its_schedule_says(problem: PlanInput, kept: int) -> None:
     found = start(problem, kept)

@@ -34,6 +34,8 @@ def _tiny(kind: str) -> Any:
 
 
 def _apply(model: Any, **changes: Any) -> Any:
+    """Twice, which is as once."""
+    deepspeed_cad.apply(model, {"overlap": "local_first", **changes})
     return deepspeed_cad.apply(model, {"overlap": "local_first", **changes})
 
 
@@ -55,8 +57,7 @@ def _ways() -> dict[str, Way]:
 def test_where_pieces_begin(positions: Any, mask: Any, begin: list[int]) -> None:
     """At batch rows and at documents; padding belongs to what is before it."""
     array = np.array(positions)
-    local = segments_from_positions(array, None if mask is None else np.array(mask))
-    found = find_borders(local, *array.shape)
+    found = find_borders(segments_from_positions(array, None if mask is None else np.array(mask)), *array.shape)
     assert found.tolist() == begin
     assert Borders(found, *array.shape).are_batch_rows == (len(begin) == len(array) + 1)
 

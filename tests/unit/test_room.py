@@ -61,8 +61,7 @@ def test_a_million_tokens_fit_where_they_should(tasks: np.ndarray, limit_gib: fl
 def test_a_share_is_not_why_a_document_cannot_be_trained(tasks: np.ndarray) -> None:
     """A million tokens on four ranks need more than 2 GiB, however they are cut."""
     room = ExchangeMemory(2**30, '"memory": "auto"', most=40 * 2**30).room(SHAPE)
-    waves = waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), room)
-    size = needed(tasks, waves.cut, room)
+    size = needed(tasks, waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), room).cut, room)
     assert 2 * 2**30 < size < 3 * 2**30
     with pytest.raises(CADError, match="1.00 GiB that"):
         waves_within(LONG.tick(), tasks, 1, 8, None, Cut(), room._replace(most=0.99 * size))

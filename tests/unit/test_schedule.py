@@ -101,7 +101,7 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int = GROU
     return schedules
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.integers(0, 1000))
 def test_random_questions(problem: PlanInput, seed: int) -> None:
     """The tasks of a plan, and tasks that nobody would plan."""
@@ -111,7 +111,7 @@ def test_random_questions(problem: PlanInput, seed: int) -> None:
         _check(problem.tick, tasks, problem.window, groups)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(1, 90), max_size=6), min_size=1, max_size=4),
     st.sampled_from([None, 7, 30]),

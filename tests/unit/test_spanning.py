@@ -46,7 +46,7 @@ STREAMS = st.tuples(
 LIMITS = st.sampled_from([math.inf, 4000.0, 500.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STREAMS, LIMITS)
 def test_every_row_lands_once(drawn: tuple[list[int], int, bool, int], limit: float) -> None:
     """Documents are whole and in order where their heads run; no more rows move than by an all-to-all by heads, and no
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_said_on_every_rank() -> None:
             one.heads(4, ROW_BYTES, "Mixer of layer 3")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(STREAMS)
 def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
     """Each row has the rows before it in its document in front of it, blank ones at its begin, whatever ranks have
@@ -121,7 +121,7 @@ def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
             assert (rows_before == piece[0] - got + np.arange(got)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STREAMS)
 def test_hops(drawn: tuple[list[int], int, bool, int]) -> None:
     """Each piece but a document's first gets what the piece before it sends, once, and gradients go back."""

@@ -15,7 +15,7 @@ from deepspeed_cad.layout import Layout, assemble, segments_from_positions
 from deepspeed_cad.stream import order_by_host, shard_stream
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 7))
 def test_parts_are_the_stream_with_its_targets(lengths: list[int], ranks: int) -> None:
     stream = training.pack(training.documents(lengths, seed=len(lengths)))

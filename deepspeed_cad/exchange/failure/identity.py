@@ -62,8 +62,7 @@ class Register:
 
     def next(self, index: int, moment: Moment, nano_batch: int, is_return: bool, schedule: Schedule) -> Identity:
         turn, layer = moment.turn % (1 << _TURN_BITS), moment.layer % (1 << _LAYER_BITS)
-        wave = moment.wave % (1 << _WAVE_BITS)
-        words = turn << _TURN_AT | wave << _WAVE_AT | layer << _LAYER_AT
+        words = turn << _TURN_AT | (moment.wave % (1 << _WAVE_BITS)) << _WAVE_AT | layer << _LAYER_AT
         words |= (nano_batch & 1) << 2 | int(moment.backward) << 1 | int(is_return)
         # A multiplication and a shift spread every bit of the sum over the upper bits that are kept.
         mixed = ((self._history ^ (words << 32 | schedule.digest)) * 0x9E3779B97F4A7C15 + moment.turn) & _WORD
