@@ -192,8 +192,7 @@ def document(layout: Layout, number: int, dtype: torch.dtype = torch.float64) ->
 
 def rows_of(layout: Layout, rank: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """Q, K, V and dO of a rank; 7 where it has padding."""
-    count = int(layout.tokens[rank])
-    made = {name: torch.full((count, *shape), 7.0, dtype=dtype) for name, shape in SHAPES.items()}
+    made = {name: torch.full((int(layout.tokens[rank]), *shape), 7.0, dtype=dtype) for name, shape in SHAPES.items()}
     segments = layout.segments
     for number, begin, end, _, offset in segments.select(segments.rank == rank).to_array():
         whole = document(layout, int(number), dtype)

@@ -137,9 +137,8 @@ RECOMPUTE = pytest.mark.parametrize("recompute", [False, True])
 @RECOMPUTE
 def test_output_changed_in_place_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
     """Training would go on with wrong gradients. What autograd itself holds it checks itself."""
-    layer = Layer([5, 3], Modes(recompute=recompute))
     # The square is of use to autograd, so that a recompute does not end before the change.
-    o = run(layer, lambda o: o.flatten(2).mul_(2).square(), *inputs(8))
+    o = run(Layer([5, 3], Modes(recompute=recompute)), lambda o: o.flatten(2).mul_(2).square(), *inputs(8))
     by_autograd = recompute and run is run_whole
     with pytest.raises(RuntimeError, match="inplace operation" if by_autograd else f"{LABEL}.*changed in place"):
         o.sum().backward()

@@ -59,8 +59,7 @@ def test_nano_batches_have_equal_work(row: list[int]) -> None:
     at = choose_cut(layout, np.ones(2, np.int64))
     assert at is not None and at[0] == at[1]
     seg = layout.segments
-    rows = np.clip(at[seg.rank] - seg.offset, 0, seg.end)
-    first = PAIRS.of(seg.begin, rows).sum() + LINEAR_PAIRS * at.sum()
+    first = PAIRS.of(seg.begin, np.clip(at[seg.rank] - seg.offset, 0, seg.end)).sum() + LINEAR_PAIRS * at.sum()
     total = PAIRS.of(seg.begin, seg.end).sum() + LINEAR_PAIRS * layout.tokens.sum()
     assert abs(first / total - 0.5) < 0.015
     if max(row) == 512:

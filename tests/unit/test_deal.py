@@ -75,9 +75,8 @@ def spread(step: Step, costs: Costs, dealt: Dealt) -> float:
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     ranks, micro_batches, padded = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.booleans())
-    lengths = st.integers(1, 8) | st.integers(1, 90)
     rows = [
-        draw(st.lists(lengths, min_size=0 if draw(st.booleans()) else 1, max_size=9))
+        draw(st.lists((st.integers(1, 8) | st.integers(1, 90)), min_size=0 if draw(st.booleans()) else 1, max_size=9))
         for _ in range(ranks * micro_batches)
     ]
     return step_of([rows[r * micro_batches : (r + 1) * micro_batches] for r in range(ranks)], padded)

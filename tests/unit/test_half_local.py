@@ -57,6 +57,15 @@ def test_few_rows_run_with_those_of_others(rows: int, stay: bool) -> None:
     assert len(slices.half_local) == stay and slices.served_rows[1, QUERY] == (0 if stay else 3 * rows)
 
 
+def test_two_streams_run_every_batch() -> None:
+    tick = Layout.from_rank_lengths([[8], [4]]).tick()
+    tasks = [
+        (0, *rows, g, g + 1, at) for g, end in enumerate((7, 6, 4, 2)) for at, rows in enumerate(((0, end), (end, 8)))
+    ]
+    schedule = schedule_rank(tick, build_slices(tick, np.array([*tasks, (1, 0, 4, 0, 4, 1)])), 0, 4)
+    assert len(upload_schedule(schedule, CPU, True).all_local) == len(schedule.local) == 4
+
+
 @pytest.mark.parametrize("waves", [1, 2])
 @pytest.mark.parametrize("window", [None, 130])
 def test_own_rows_in_place_are_exact_and_kept_once(waves: int, window: int | None) -> None:

@@ -33,8 +33,7 @@ GROUPS = 3
 
 def _home_labels(tick: Tick, kind: int) -> list[np.ndarray]:
     """What each rank's query or key buffer holds: (document, position) of every row, −1 where padded."""
-    tokens = tick.query_tokens if kind == QUERY else tick.key_tokens
-    labels = [np.full((int(n), 2), -1) for n in tokens]
+    labels = [np.full((int(n), 2), -1) for n in (tick.query_tokens if kind == QUERY else tick.key_tokens)]
     for d, b, e, r, o in (tick.query if kind == QUERY else tick.key).to_array():
         labels[r][o : o + e - b] = np.stack([np.full(e - b, d), np.arange(b, e)], axis=1)
     return labels

@@ -72,8 +72,8 @@ def test_attention_in_waves_is_exact(
 
 
 def test_head_groups_that_follow_each_other_are_joined_inside_a_document() -> None:
-    tasks = np.array([[1, 0, 9, 2, 4, 1], [0, 0, 9, 0, 1, 2], [1, 0, 9, 1, 2, 1]])
-    assert _join(tasks).tolist() == [[0, 0, 9, 0, 1, 2], [1, 0, 9, 1, 4, 1]], "in the order of plans"
+    tasks = np.array([[1, 0, 9, 2, 4, 3], [0, 0, 9, 0, 1, 2], [1, 0, 9, 1, 2, 3]])
+    assert _join(tasks).tolist() == [[0, 0, 9, 0, 1, 2], [1, 0, 9, 1, 4, 3]], "in the order of plans"
 
 
 def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
