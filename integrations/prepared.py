@@ -54,7 +54,8 @@ class _Pass:
 
     def give_out(self, plain: Iterator[Any]) -> Iterator[Any]:
         session = current_session()
-        self._bindings: list[Binding] = [] if session is None else list(session.bindings.values())
+        together = {} if session is None or session.group_ranks == 1 else session.bindings
+        self._bindings: list[Binding] = list(together.values())
         # Training forwards of each model so far, and those without backward that ranks ran together.
         self._counted = [(one.forwards, one.looked) for one in self._bindings]
         looking = [one for one in self._bindings if one.looks_at_loader()] if _gives_as_many(self.loader) else []
@@ -69,10 +70,9 @@ class _Pass:
         return [one for one, (before, _) in zip(self._bindings, self._counted) if one.forwards > before]
 
     def _announced(self, plain: Iterator[Any]) -> Iterator[Any]:
-        for binding in self._bindings:
-            before = None if binding.looks_at_loader() else binding.announcer
-            if before is not None and before.loader is self.loader:
-                before.drop(binding)  # the epoch before was broken off, and its iterator is still there
+        for binding in (one for one in self._bindings if not one.looks_at_loader()):
+            if binding.announcer is not None and binding.announcer.loader is self.loader:
+                binding.announcer.drop(binding)  # the epoch before was broken off, and its iterator is still there
         yield from (first := list(islice(plain, 1)))
         # Every rank gets here after its first step, or none does: evaluation and looking around train nothing.
         binding = next(iter(self._trained()), None)

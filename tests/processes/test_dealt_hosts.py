@@ -33,9 +33,9 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 
 
 def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **changes: Any) -> Any:
     from transformers import Trainer
+    from transformers.loss.loss_utils import LOSS_MAPPING
 
-    model = training.sdpa_llama(torch.float64)
-    model.loss_function = _loss
+    model, LOSS_MAPPING["ForCausalLM"] = training.sdpa_llama(torch.float64), _loss
     if cad is not None:
         deepspeed_cad.apply(model, cad)
     given = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
