@@ -55,8 +55,6 @@ def are_shared(binding: Binding, given: Mapping[str, Any]) -> bool:
     if session.group_ranks == 1 or generating.get():
         return False
     of_even_loader = binding in looking and even is not None and even() is given.get("input_ids")
-    if of_even_loader:
-        given_out(None, ())  # what looks at it again may be one rank by itself
     return session.config.forward_only == "balanced" or in_step.get() or of_even_loader
 
 
@@ -71,8 +69,7 @@ def within(what: ContextVar[bool]) -> Iterator[None]:
 
 
 def given_out(batch: Any, looking: Sequence[Binding]) -> None:
-    """A loader gave this out, at which these look on every rank: they train nothing in this epoch, and all have as many
-    batches of it."""
+    """A loader gave this out, at which these look on every rank, as often: they train nothing in this epoch."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     _even_batch.set((weakref.ref(ids) if isinstance(ids, torch.Tensor) else None, looking))
 

@@ -206,9 +206,7 @@ def refuse_uncut(skeleton: PreTrainedModel) -> None:
 
     A small copy runs as a whole and as a pipeline with two empty parts; both must agree.
     """
-    config = skeleton.config
-    name = type(skeleton).__name__
-    decoder = find_decoder(skeleton)
+    config, name, decoder = skeleton.config, type(skeleton).__name__, find_decoder(skeleton)
     small, norm = cut_config(config, range(1)), getattr(decoder, "norm", None)
     if decoder_layers(decoder) is None or small.num_hidden_layers != 1 or not isinstance(norm, torch.nn.Module):
         raise CADUnsupportedError(

@@ -36,15 +36,22 @@ class PreparedIterator(Iterator[Any]):
         self.loader, self.plain = loader, batches
         """The batches, for somebody else to announce; only before the first was taken."""
         # Nothing here is held by what it holds: where a script breaks off, this goes with its loop and ends the pass.
-        self._batches = _Pass(loader).give_out(batches)
+        self._batches = _Epoch(loader).give_out(batches)
 
     def __next__(self) -> Any:
         return next(self._batches)
 
 
-class _Pass:
+class _Epoch:
+    """One pass over a prepared loader."""
+
     def __init__(self, loader: Any) -> None:
+        session = current_session()
+        together = {} if session is None or session.group_ranks == 1 else session.bindings
         self.loader = loader
+        self._models: list[Binding] = list(together.values())
+        # Training forwards of each model so far, and those without backward that ranks ran together.
+        self._before = [(one.forwards, one.looked) for one in self._models]
 
     def drop(self, binding: Binding) -> None:
         """Nothing more of this epoch is trained: what was announced is dropped, on every rank."""
@@ -53,24 +60,19 @@ class _Pass:
             binding.feed.begin_epoch()
 
     def give_out(self, plain: Iterator[Any]) -> Iterator[Any]:
-        session = current_session()
-        together = {} if session is None or session.group_ranks == 1 else session.bindings
-        self._bindings: list[Binding] = list(together.values())
-        # Training forwards of each model so far, and those without backward that ranks ran together.
-        self._counted = [(one.forwards, one.looked) for one in self._bindings]
-        looking = [one for one in self._bindings if one.looks_at_loader()] if _gives_as_many(self.loader) else []
+        looking = [one for one in self._models if one.looks_at_loader()] if _gives_as_many(self.loader) else []
         for batch in self._announced(plain):
             given_out(batch, looking)
             yield batch
-        looked = [one for one, (_, before) in zip(self._bindings, self._counted) if one.looked > before]
+        looked = [one for one, (_, before) in zip(self._models, self._before) if one.looked > before]
         if looked and not self._trained():
             looked[0].follow()
 
     def _trained(self) -> list[Binding]:
-        return [one for one, (before, _) in zip(self._bindings, self._counted) if one.forwards > before]
+        return [one for one, (before, _) in zip(self._models, self._before) if one.forwards > before]
 
     def _announced(self, plain: Iterator[Any]) -> Iterator[Any]:
-        for binding in (one for one in self._bindings if not one.looks_at_loader()):
+        for binding in (one for one in self._models if not one.looks_at_loader()):
             if binding.announcer is not None and binding.announcer.loader is self.loader:
                 binding.announcer.drop(binding)  # the epoch before was broken off, and its iterator is still there
         yield from (first := list(islice(plain, 1)))
@@ -80,7 +82,7 @@ class _Pass:
             yield from plain
         # What was a model before may not be gone yet on some rank, so ranks ask each other whether there is one only.
         elif not binding.feed.agree_to_announce(
-            len(self._bindings) == 1 and binding.forwards == self._counted[0][0] + 1 and _reads(binding, *first)
+            len(self._models) == 1 and binding.forwards == self._before[0][0] + 1 and _reads(binding, *first)
         ):
             yield from plain
         else:

@@ -165,6 +165,7 @@ class Binding:
             micro_batch, unread = self._take(decoder, given)
         elif shared:
             self.looked += 1
+            forward_only.given_out(None, ())  # what looks at this batch again may be one rank by itself
             following, self.follows = self.follows, None
             micro_batch = self.feed.look(self._read(given)) if following is None else following
         else:

@@ -48,7 +48,7 @@ class Announcement:
     loaded: int = -1
     """Tokens that the loader gave for it, where documents were dealt out since; −1: as many as it has."""
     ids: int = 0
-    """Fingerprint of the token ids, for ranks that must have the same; 0 where it has none, or ranks have pieces."""
+    """Fingerprint of the token ids, of ranks that must have the same or batches read ahead; 0 where nobody compares."""
 
     def to_array(self) -> Ints:
         """[4 + 3 × segments]: tokens, unit, tokens as loaded, fingerprint, then the segments."""

@@ -70,7 +70,8 @@ class Feed:
     def read(self, given: Mapping[str, Any]) -> Announcement:
         """This rank's documents of a batch; raises what `read_documents` does."""
         mine = read_documents(given)
-        return mine if self.shares.pieces else with_ids(mine, given)
+        compared = (self.shares.count > 1 or self.read_ahead) and not self.shares.pieces
+        return with_ids(mine, given) if compared else mine
 
     # What loaders say
 
@@ -146,7 +147,7 @@ class Feed:
         if self.deals and not self.read_ahead:
             unread = (
                 "documents stay on their ranks until a loader is read ahead of training, as Accelerate's soon are; "
-                "read yours through current_session().look_ahead(loader, model)"
+                "read yours through current_session().look_ahead(loader, model), if it has no state_dict()"
             )
         return "; ".join(filter(None, (self.arranged, self.stays, unread)))
 
@@ -302,7 +303,7 @@ class Feed:
         if self._unannounced == 3 and self.config.look_ahead and self.replicas > 1:
             self.plans.say_once(
                 "no loader announces micro-batches, so they are planned when their forward starts: read the data "
-                "through deepspeed_cad.current_session().look_ahead(loader, model) to plan ahead"
+                "through deepspeed_cad.current_session().look_ahead(loader, model), if it has no state_dict()"
             )
         return self._plan(lambda: [_announced(one) for one in self._gather(subject, mine.to_array())])
 

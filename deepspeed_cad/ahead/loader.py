@@ -26,6 +26,9 @@ class LookAheadLoader:
         self._loader, self._feed, self._follower, self._batches = loader, feed, follower, batches
         self._accumulation, self._trained = accumulation, trained
         self._steps = StepAhead(feed, accumulation)
+        # A loader's state, which checkpoints hold, counts what was read and not what was trained.
+        stateful = hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)
+        self._reads_ahead = feed.read_ahead = bool(feed.config.look_ahead) and not stateful
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader) if self._batches is None else self._batches
@@ -49,9 +52,7 @@ class LookAheadLoader:
             model.follow()
 
     def _announced(self, source: Source, given: int) -> Iterator[Any]:
-        # Its state, which checkpoints hold, counts what was read and not what was trained.
-        stateful = hasattr(self._loader, "state_dict") and getattr(self._loader, "use_stateful_dataloader", True)
-        if stateful or not self._feed.config.look_ahead:
+        if not self._reads_ahead:
             while taken := source.take(1):
                 yield taken[0]
             return

@@ -174,7 +174,7 @@ class StepAhead:
         if fields is None or 0 in names:
             return None
         if fields.unknown and not paddings:
-            self._say(f'its field "{fields.unknown[0]}" is new, and no rank has padding that shows what belongs there')
+            self._say(f'its field "{fields.unknown[0]}" is new to CAD, and no rank has padding that shows its value')
             return None
         if len(names) > 1 or len(paddings) > 1:
             self._say(f"the {'fields' if len(names) > 1 else 'padding'} of micro-batches differ between ranks")

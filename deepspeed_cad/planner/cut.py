@@ -119,8 +119,7 @@ def _mean(kinds: Sequence[PlanLayers], begin: Ints, end: Ints) -> float:
 def _at(share: float, tokens: Ints, unit: Ints) -> Ints:
     """Each rank's rows before the cut, at round numbers."""
     step = np.where(unit > 1, unit, np.where(tokens >= ROUND_FROM, ROUND_ROWS, 1))
-    rows = (np.floor(tokens * share).astype(np.int64) + step // 2) // step * step
-    return np.minimum(rows, tokens // unit * unit)
+    return np.minimum((np.floor(tokens * share).astype(np.int64) + step // 2) // step * step, tokens // unit * unit)
 
 
 def _work(layout: Layout, at: Ints) -> float:

@@ -111,6 +111,7 @@ def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> N
     for trained, batch in enumerate(session.look_ahead(loader := _Counts(rows), model, accumulation=2)):
         training.loss_sum(model, batch).backward()
         assert loader.state_dict() == {"given": trained + 1}
+    assert not session.find_binding(model).feed.read_ahead  # so that it is said where documents should have moved
 
 
 @pytest.mark.parametrize("first, drawn, ahead", [(3, 1, 1), (0, 3, 1), (0, 3, 0)])
