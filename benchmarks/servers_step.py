@@ -196,7 +196,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             sys.stderr.write(f"step {step}: {time.perf_counter() - begin:.3f} s\n")
     dist.all_reduce(total)
     found = session.take_statistics("benchmark")
-    known = session.learned.non_attention
+    known = session.learned.layer_times
     linear = None if known is None else known.seconds(0)
     return {
         "seconds": seconds,

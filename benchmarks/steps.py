@@ -120,7 +120,7 @@ def planned_seconds(setting: Setting, steps: Sequence[Sequence[Layout]], divide:
     entry = ShapeCost(HeadShape(8, 4, 8, 8, 4), pair * divide**2, row * divide, key * divide, times * setting.cost.task)
     session.plans.cost = Profile("H200", "8B", (entry,))
     each = divide * (2 * setting.work.forward + setting.work.backward + setting.work.loss / setting.layers)
-    session.learned.non_attention.seconds = lambda *of, **given: np.full(dist.get_world_size(), each)
+    session.learned.layer_times.seconds = lambda *of, **given: np.full(dist.get_world_size(), each)
     batches = []
     for layout in (one for step in steps for one in step):
         own = [max(2, length // divide) for length in layout.segments.end[layout.segments.rank == rank].tolist()]

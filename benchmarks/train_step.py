@@ -41,6 +41,7 @@ from train_workload import Workload  # noqa: E402
 
 from deepspeed_cad.exchange import probe  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
+from deepspeed_cad.profiles.speed import in_words  # noqa: E402
 
 logger = logging.getLogger("benchmark")
 
@@ -283,9 +284,10 @@ def main() -> None:
             known = mode.session.learned
             if known.links is not None:
                 say(f"{mode.name}: {known.links.links}, at start {known.links.start}")
-            if known.non_attention is not None and (each := known.non_attention.seconds(0)) is not None:
+            if known.layer_times is not None and (each := known.layer_times.seconds(0)) is not None:
                 nanoseconds = " ".join(f"{1e9 * one:.1f}" for one in each)
                 say(f"{mode.name}: outside attention {nanoseconds} ns a token and layer, by rank")
+                say(f"{mode.name}: {in_words(known.layer_times.speeds(0))}by rank")
             found = mode.session.statistics
             say(
                 f"{mode.name}: attention max/mean {found.imbalance_before:.3f} as the documents lay, "

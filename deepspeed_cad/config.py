@@ -57,7 +57,7 @@ class CADConfig:
     """How fast ranks exchange data. "measure": timed at start and corrected while training; or GB/s that one rank
     receives from its host and from other hosts while all ranks do: `{"inside": 350, "between": 25}`."""
     speeds: str | None = None
-    """How fast ranks run attention. "measure": timed at the start, all at once. null: all are taken for equal."""
+    """With reserved servers: how fast ranks attend. "measure": timed at the start, all at once. null: all are equal."""
     waves: str | int = "auto"
     """In how many parts at least what a layer moves goes out, is served and comes back. "auto": as the plan finds."""
     memory: str | float = "auto"

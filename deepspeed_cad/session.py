@@ -36,9 +36,9 @@ from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.probe import DETERMINISTIC, Opened, open_transport, with_links
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
+from deepspeed_cad.feedback.layer_times import LayerTimes
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
-from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.groups import open_groups, share_cost
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
@@ -99,13 +99,12 @@ class Session:
             opened = with_links(opened, device, agree, config.links)
         self.links = Links(None, None, "not used") if opened is None else opened.links
         """Speeds that this session began with."""
-        self.speeds = find_speeds(
-            config.speeds, device, config.kernel, agree, torch.are_deterministic_algorithms_enabled(), self.cost
-        )
+        wanted, fixed = config.speeds if self.servers.at_start else None, torch.are_deterministic_algorithms_enabled()
+        self.speeds = find_speeds(wanted, device, config.kernel, agree, fixed)
         """[ranks of the CAD group] in attention, beside what the costs say; None: all are equal."""
         crew = self.servers.crew(opened, self.speeds)
         learned = self.learned = self._learned(crew)
-        reporters = (learned.links, learned.memory, learned.non_attention, *self.servers.reporters)
+        reporters = (learned.links, learned.memory, learned.layer_times, *self.servers.reporters)
         self.gatherer = Gatherer(
             self.groups.cpu, self.rank, self.ranks, self.liveness, settings,
             [reporter for reporter in reporters if reporter is not None], opening.begun, self.shares,
@@ -163,7 +162,7 @@ class Session:
         given = None if isinstance(self.config.memory, str) else self.config.memory
         share = ALL if self.servers.at_start else SHARE
         memory = MemoryLimit(given, self.device, lambda: counts.backwards > 0, pauses, share)
-        return Learned(links, memory, NonAttention(crew.trainers, lambda of: counts.stretch_times[of].take(), pauses))
+        return Learned(links, memory, LayerTimes(crew.trainers, lambda of: counts.stretch_times[of].take(), pauses))
 
     @property
     def transport(self) -> Transport | None:
@@ -303,7 +302,7 @@ class Session:
             overlap=self.config.overlap_used,
             tolerance=self.config.tolerance,
             cost=self.cost.name,
-            speeds=in_words(self.speeds),
+            speeds=in_words(self.plans.learned_speeds(0) if self.speeds is None else self.speeds),
             links="" if learned.links is None else str(learned.links.links),
             kernels=tuple(dict.fromkeys(kernel.name for kernel in self._kernels.values())),
             landing_bytes=0 if transport is None else transport.landing_bytes,

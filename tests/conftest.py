@@ -21,20 +21,16 @@ from ports import free_port
 os.environ["PET_MASTER_PORT"] = str(free_port())  # torchrun's, for all that the tests of this process start
 
 
-@pytest.fixture(scope="session")
-def workers() -> Iterator[WorkerPool]:
-    """The pool of worker processes that all multi-process tests share."""
+def _open_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
 
 
-@pytest.fixture
-def fresh_workers() -> Iterator[WorkerPool]:
-    """Workers of their own, for host frameworks that keep global state after a process group is gone."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
+workers = pytest.fixture(_open_pool, scope="session", name="workers")
+"""The pool of worker processes that all multi-process tests share."""
+fresh_workers = pytest.fixture(_open_pool, name="fresh_workers")
+"""Workers of their own, for host frameworks that keep global state after a process group is gone."""
 
 
 @pytest.fixture

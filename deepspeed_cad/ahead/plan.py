@@ -25,9 +25,9 @@ from deepspeed_cad.attention.setup import CallCounts
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.feedback.layer_times import LayerTimes
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds, Speeds
 from deepspeed_cad.feedback.memory_limit import NO_LIMIT, Limit, MemoryLimit
-from deepspeed_cad.feedback.non_attention import NonAttention
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import notice
 from deepspeed_cad.planner import make_plan
@@ -58,6 +58,8 @@ class Gathered:
     backward: bool = True
     hosts_pace: bool = False
     """Whether layers take as long as their launching, and plans count on it."""
+    speeds: Floats | None = None
+    """[trainers] in attention, as learned, beside what costs say; None: those of the crew."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class Learned:
 
     links: LinkSpeeds | None = None
     memory: MemoryLimit | None = None
-    non_attention: NonAttention | None = None
+    layer_times: LayerTimes | None = None
 
 
 class Plans:
@@ -109,7 +111,7 @@ class Plans:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn(seconds if self.turn >= SETTLED else None)
         turn, self.turn = self.turn, self.turn + 1
-        stretch_times, hosts_pace, known = None, False, self.learned.non_attention
+        stretch_times, hosts_pace, known, speeds = None, False, self.learned.layer_times, self.learned_speeds(model)
         if known is not None:
             stretch_times = self.counts.stretch_times[model]
             hosts_pace = seconds is not None and cut is None and crew.servers is None and known.hosts_pace(model)
@@ -118,14 +120,15 @@ class Plans:
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in
         # another order.
         cut = None if cut is None else cut[: crew.trainers]
-        gathered = Gathered(turn, layout, cut, seconds, self.links, backward, hosts_pace)
+        gathered = Gathered(turn, layout, cut, seconds, self.links, backward, hosts_pace, speeds)
         widened, ticks, orders = self._ticks(gathered, crew)
         micro_batch = MicroBatch(
             self.gatherer.shares.replica, widened, ticks, self.device, partial(self.plan_tick, gathered, crew),
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             loaded=np.array([one.local.tokens if one.loaded < 0 else one.loaded for one in announcements]),
             orders=orders, memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
-            stretch_times=stretch_times, generation=crew.generation, calls=crew.calls(partial(self._renew, gathered)),
+            stretch_times=stretch_times, speeds=speeds, generation=crew.generation,
+            calls=crew.calls(partial(self._renew, gathered)),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(list(keys))
@@ -170,8 +173,8 @@ class Plans:
             turns = None
         plan = make_plan(PlanInput(
             tick, key.shape, self._cost(gathered, key, gathered.links), key.window, self.config.tolerance,
-            self.config.granularity, base_load=base, speed=crew.speeds, hosts=crew.hosts, waves=waves,
-            alternation=turns, backward=gathered.backward,
+            self.config.granularity, base_load=base, speed=crew.speeds if gathered.speeds is None else gathered.speeds,
+            hosts=crew.hosts, waves=waves, alternation=turns, backward=gathered.backward,
         ))  # fmt: skip
         if base is None:
             return plan
@@ -206,8 +209,8 @@ class Plans:
         each = ones * sum(cost.pair * times for cost, _, times in kinds) * LINEAR_PAIRS
         if seconds is not None:
             each = seconds * sum(keys.values())
-        speeds = self.crew.speeds
-        return Costs(work, each, ones if speeds is None else speeds[: self.crew.trainers])
+        speeds = self.learned_speeds(model) if self.crew.speeds is None else self.crew.speeds[: self.crew.trainers]
+        return Costs(work, each, ones if speeds is None else speeds)
 
     def given_waves(self) -> tuple[int, ...]:
         return (1 if self.crew.transport is None or isinstance(self.config.waves, str) else self.config.waves,)
@@ -246,8 +249,13 @@ class Plans:
 
     def _seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] per token outside attention; None where that is not known, or plans count pairs."""
-        known = self.learned.non_attention
+        known = self.learned.layer_times
         return None if known is None or self.cost.unit != "seconds" else known.seconds(model, backward)
+
+    def learned_speeds(self, model: int) -> Floats | None:
+        """[trainers] in attention, as learned; None beside servers, and where plans count pairs."""
+        known = self.learned.layer_times
+        return None if known is None or self.crew.servers or self.cost.unit != "seconds" else known.speeds(model)
 
     def _choose_cut(
         self, layout: Layout, unit: Ints, keys: Mapping[PlanKey, int], seconds: Floats | None
@@ -294,7 +302,7 @@ class Plans:
             if gathered.hosts_pace:
                 return Starts(np.full(tick.ranks, (gathered.seconds * tick.query_tokens).mean()))
             cost = self._cost(gathered, key)
-            begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, crew.speeds)
+            begin = begin_in_place(gathered.seconds, tick, cost, key.shape.groups, key.window, gathered.speeds)
             return None if begin is None else Starts(begin)
         if gathered.cut is None:
             return None

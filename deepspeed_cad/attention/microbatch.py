@@ -25,10 +25,10 @@ from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.transport import Transport
-from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
+from deepspeed_cad.feedback.layer_times import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule
 from deepspeed_cad.layout import Ints, Layout, LocalSegments, Tick
-from deepspeed_cad.planner.plan import HeadShape, Plan
+from deepspeed_cad.planner.plan import Floats, HeadShape, Plan
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.waves import OUT, Waves
 
@@ -64,6 +64,8 @@ class MicroBatch:
     """What its exchanges may need at once; None where nobody looks after that."""
     stretch_times: StretchTimes | None = None
     """Where what is not attention is timed; None where nobody plans with that."""
+    speeds: Floats | None = None
+    """[ranks] with which it is planned, where later plans go by how long its attention takes."""
     check: Any = None
     """What an integration compares attention calls with, where it verifies them."""
     planned: dict[tuple[PlanKey, int], PlannedTick] = field(default_factory=dict)
@@ -206,7 +208,8 @@ class MicroBatch:
         """Where what lies between two attentions of a nano-batch is timed."""
         if self.stretch_times is None:
             return None
-        return self._stretches.setdefault(nano_batch, Stretches(self.stretch_times, self.device, self.rows(nano_batch)))
+        made = Stretches(self.stretch_times, self.device, self.rows(nano_batch), self.counts.waits)
+        return self._stretches.setdefault(nano_batch, made)
 
     def forget_calls(self) -> None:
         """The forward begins again, on every rank."""
@@ -306,11 +309,13 @@ class MaskDescriptor:
         # Where nothing moves nobody is met; but servers take part in every exchange.
         meets = schedule.moves or (one.loaded is not None and len(one.loaded) < one.layout.ranks)
         # Between two attentions of nano-batches in turn lies attention of the other one.
-        timed = modes.returns and (self.interleaved or self.nano_batch is None)
+        timed, load = modes.returns and (self.interleaved or self.nano_batch is None), 0.0
+        if one.speeds is not None and self.nano_batch is None:
+            load = float(one.planned[key, nano_batch].plan.load[one.rank] * one.speeds[one.rank])
         return CallSetup(
             schedule, kernel, one.transport if meets else None, rule, modes, one.counts, nano_batch, label,
             one.aside if schedule.beside else None, one.turn, number, orders,
-            one.stretches(nano_batch) if timed else None,
+            one.stretches(nano_batch) if timed else None, load,
         )  # fmt: skip
 
     def _in_turn(self, layer: LayerInput) -> Tensor:

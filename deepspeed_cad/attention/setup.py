@@ -13,7 +13,7 @@ from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.transport import Dispatched, Outgoing, Returned, Returning, Transport
 from deepspeed_cad.exchange.waits import Waits
-from deepspeed_cad.feedback.non_attention import Stretches, StretchTimes
+from deepspeed_cad.feedback.layer_times import Stretches, StretchTimes
 from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.schedule import Schedule
 from deepspeed_cad.schedule.waves import OUT
@@ -110,6 +110,8 @@ class CallSetup:
     """On the rank that leads servers."""
     stretches: Stretches | None = None
     """Where what lies between attentions of this nano-batch is timed."""
+    load: float = 0.0
+    """Seconds that both passes were planned to take on this rank at speed 1; 0 where no plan goes by them."""
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +149,7 @@ class CallSetup:
     def leave_attention(self, backward: bool) -> None:
         """This nano-batch goes on with what is not attention."""
         if self.stretches is not None:
-            self.stretches.begin(self.layer, backward)
+            self.stretches.begin(self.layer, backward, self.load)
 
     def enter_attention(self, backward: bool) -> None:
         """That is over: its next attention is about to be dispatched."""

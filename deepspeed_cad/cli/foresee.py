@@ -17,7 +17,7 @@ import numpy as np
 
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import list_files, read_lengths
-from deepspeed_cad.cli.picture import draw_curves, draw_evenness, draw_step
+from deepspeed_cad.cli.picture import draw_curves, draw_step
 from deepspeed_cad.cli.progress import progress, say, write
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADError
@@ -91,8 +91,6 @@ def foresee_steps(args: argparse.Namespace) -> int:
             **comparison.to_json(),
         }
         write(summary, args)
-        if args.plot:
-            draw_evenness(evenness, args.plot)
         if args.pictures:
             for name in draw(comparison, setting, lengths, args, modes, tell):
                 say(f"drew {name}", args)
@@ -318,11 +316,10 @@ def check_options(args: argparse.Namespace) -> None:
             Path(args.pictures).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CADConfigError(f"--pictures: {args.pictures} cannot be made: {error.strerror}") from error
-    for name in ("output", "plot"):
-        target = getattr(args, name)
-        if target and target != "-" and not Path(target).parent.is_dir():
-            raise CADConfigError(f"--{name}: {target} cannot be written: there is no folder {Path(target).parent}")
-    if (args.plot or args.pictures) and find_spec("matplotlib") is None:
+    target = args.output
+    if target and target != "-" and not Path(target).parent.is_dir():
+        raise CADConfigError(f"--output: {target} cannot be written: there is no folder {Path(target).parent}")
+    if args.pictures and find_spec("matplotlib") is None:
         raise CADConfigError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"')
 
 

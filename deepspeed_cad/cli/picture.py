@@ -1,76 +1,33 @@
 """Pictures of `deepspeed-cad plan`, drawn with matplotlib, which is imported only here.
 
-In: a plan, outlooks of steps, or a `Comparison` of modes; where to write. Out: PNG, SVG or PDF files.
+In: throughput of modes, or a `Comparison` of them; where to write. Out: PNG, SVG or PDF files.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.forecast.compare import MODES, Comparison, label
-from deepspeed_cad.planner.plan import Plan, PlanInput
-from deepspeed_cad.schedule import HOME, KIND, QUERY, ROWS, SERVER, build_slices
 
 PARTS = ("non_attention", "attention", "optimizer", "exchange", "collectives", "waiting")
-BEFORE, AFTER = "#9aa0ab", "#2a6fdb"
-
-
-def draw_plan(problem: PlanInput, plan: Plan, path: str) -> None:
-    """Load of each rank before and after, and who sends how much to whom.
-
-    Raises CADError without matplotlib, as all of these do."""
-    figure, (load, traffic) = _subplots(1, 2, figsize=(13, 3.6))
-    ranks = np.arange(len(plan.load))
-    load.bar(ranks - 0.2, plan.load_before, 0.4, color=BEFORE, label=f"before: max/mean {plan.imbalance_before:.2f}")
-    load.bar(ranks + 0.2, plan.load, 0.4, color=AFTER, label=f"after: max/mean {plan.imbalance:.3f}")
-    load.axhline(plan.load.mean(), color="black", linewidth=0.8, linestyle="--")
-    load.set(title="Attention per rank", xlabel="rank", ylabel=problem.cost.unit)
-    load.legend(frameon=False)
-    shape, moved = problem.shape, build_slices(problem.tick, plan.tasks, problem.window).table
-    moved = moved[moved[:, HOME] != moved[:, SERVER]]
-    there = np.where(moved[:, KIND] == QUERY, shape.query_bytes, shape.key_value_bytes) * moved[:, ROWS]
-    back = np.where(moved[:, KIND] == QUERY, shape.output_bytes, 0) * moved[:, ROWS]
-    table = np.zeros((problem.tick.ranks, problem.tick.ranks))
-    np.add.at(table, (moved[:, HOME], moved[:, SERVER]), there / 2**20)
-    np.add.at(table, (moved[:, SERVER], moved[:, HOME]), back / 2**20)
-    traffic.set(title=f"Moved in one layer's forward: {table.sum():.0f} MiB", xlabel="to rank", ylabel="from rank")
-    figure.colorbar(traffic.imshow(table, cmap="magma_r"), ax=traffic, label="MiB")
-    _save(figure, path)
-
-
-def draw_evenness(steps: Sequence[Mapping[str, float]], path: str) -> None:
-    """Max over mean of the ranks' attention in every step, without and with CAD."""
-    names = {"without CAD": "imbalance_before", "with CAD": "imbalance"}
-    lines = {name: [(number, one[key]) for number, one in enumerate(steps)] for name, key in names.items()}
-    _draw_lines(lines, [{"color": BEFORE}, {"color": AFTER}], path, "step", "max/mean")
 
 
 def draw_curves(over: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: str) -> None:
-    """Tokens per second and GPU of every mode, over a quantity."""
+    """Tokens per second and GPU of every mode, over a quantity. Raises CADError without matplotlib, as both do."""
     curves = {mode: points for mode, points in curves.items() if points}
     kinds = [mode.removesuffix(" kept") for mode in curves]
-    styles = [
-        {"color": f"C{kinds.index(kind)}", "ls": "-" if kind == mode else "--"} for mode, kind in zip(curves, kinds)
-    ]
-    _draw_lines({MODES[mode]: points for mode, points in curves.items()}, styles, path, over, "tokens/s/GPU")
-
-
-def _draw_lines(
-    lines: Mapping[str, Sequence[tuple[int, float]]], styles: Sequence[dict[str, str]], path: str, over: str, what: str
-) -> None:
     figure, axis = _subplots(figsize=(7, 4))
-    for (name, points), style in zip(lines.items(), styles):
-        axis.plot(*zip(*points), marker="o", label=name, **style)
-    axis.set(xlabel=over, ylabel=what)
+    for (mode, points), kind in zip(curves.items(), kinds):
+        style = "-" if kind == mode else "--"
+        axis.plot(*zip(*points), marker="o", label=MODES[mode], color=f"C{kinds.index(kind)}", ls=style)
+    axis.set(xlabel=over, ylabel="tokens/s/GPU")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    values = sorted({value for points in lines.values() for value, _ in points})
+    values = sorted({value for points in curves.values() for value, _ in points})
     if len(values) > 1 and values[0] > 0 and values[-1] >= 4 * values[0]:
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [f"{one // 1024}K" if one >= 4096 and one % 1024 == 0 else str(one) for one in values])
-    if lines:
+    if curves:
         axis.legend(frameon=False)
     _save(figure, path)
 

@@ -1,7 +1,7 @@
 """`deepspeed-cad plan`: plan one micro-batch, or foresee training steps on a data set in every mode.
 
 In: a JSON file with document lengths and the heads of a layer, or a data set: texts, lengths, or a distribution's name.
-Out: a plan as JSON and a picture, or a table of modes, a sentence that says which one to take, JSON and pictures.
+Out: a plan as JSON, or a table of modes, a sentence that says which one to take, JSON and pictures.
 """
 
 import argparse
@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--output", metavar="OUT.json", help="where to write the plan (or the table); - for stdout")
     add("--json", action="store_true", help="the answer as JSON on stdout: --output -")
-    add("--plot", metavar="OUT.png", help="where to draw it (needs matplotlib)")
     add = parser.add_argument_group("for a data set").add_argument
     add("--tokenizer", help="name or folder of the tokenizer; not needed where there are input_ids")
     add(
@@ -136,10 +135,6 @@ def _plan_one(fields: Any, args: argparse.Namespace) -> int:
     answer = plan.to_json()
     answer["tasks"] = [[question.number[task[0]], *task[1:]] for task in answer["tasks"]]
     write(answer, args)
-    if args.plot:
-        from deepspeed_cad.cli.picture import draw_plan
-
-        draw_plan(question.problem, plan, args.plot)
     least = plan.load.min() / plan.load.mean() if plan.load.any() else 1.0
     lines = [
         f"attention max/mean {plan.imbalance_before:.3f} -> {plan.imbalance:.3f}, min/mean {least:.3f}; moved "

@@ -29,7 +29,7 @@ class Waits:
     """Sum of the timed stretches that are over. Any thread may read it."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._seconds = self._lapped = 0.0
         self._open: deque[tuple[torch.cuda.Event, Callable[[], float]]] = deque()
         """The last event of each, and its seconds once that is over."""
         self._lock = threading.Lock()
@@ -68,6 +68,21 @@ class Waits:
             return total / 1e3
 
         self._expect(returned, idle)
+
+    def lap(self, now: torch.cuda.Event | float) -> Callable[[], float]:
+        """Seconds between the lap before and this one (an event; a float on a CPU), to be asked for when it is over."""
+        found: list[float] = []
+
+        def end() -> float:
+            found.append(self._seconds - self._lapped)
+            self._lapped = self._seconds
+            return 0.0
+
+        if isinstance(now, float):
+            end()
+        else:
+            self._expect(now, end)
+        return lambda: (self.seconds(), found[0])[1]
 
     def seconds(self) -> float:
         """Seconds so far; what the GPU has not reached yet is counted later."""

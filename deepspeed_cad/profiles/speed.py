@@ -1,8 +1,8 @@
-"""One attention call, timed at the start: how fast each rank runs attention, and ratios made into seconds.
+"""One attention call, timed at the start: how fast trainers and reserved servers attend, and ratios made into seconds.
 
 Out: a speed for every rank, the same on all of them, by which the planner divides costs; or the profile in seconds, so
-that plans can weigh attention against transfers. Only attention is meant: how long a trainer takes for all else is
-measured while it trains (feedback/non_attention.py), in seconds of that trainer, so nothing counts twice.
+that plans can weigh attention against transfers. Only attention is meant, and in place no rank is timed here: trainers
+learn that and what all else takes while they train (feedback/layer_times.py).
 """
 
 import logging
@@ -29,23 +29,15 @@ REPEATS, BUDGET = {"cuda": 60, "cpu": 5}, {"cuda": 0.4, "cpu": 0.2}
 """On a GPU long enough for its clock to settle: in all about a second."""
 FEW_TOKENS = {"cuda": 8192, "cpu": 512}
 """Of the document that is timed for ratios: far below a second in all."""
-FAILED = 0
-"""In place of nanoseconds, where the kernel does not run."""
 
 
 def find_speeds(
-    wanted: str | None,
-    device: torch.device,
-    kernel: str,
-    gather: Callable[[int], Sequence[int]],
-    deterministic: bool,
-    cost: Profile | None = None,
+    wanted: str | None, device: torch.device, kernel: str, gather: Callable[[int], Sequence[int]], deterministic: bool
 ) -> Floats | None:
-    """[ranks] speeds: at 0.5 a task takes twice what the costs say. None: ranks are equal, or taken for it. Collective.
+    """[ranks] speeds beside rank 0: 0.5 takes twice as long. None: all are equal, or taken for it. Collective.
 
     `wanted` and `kernel` are the keys "speeds" and "kernel"; `gather` gives one whole number of every rank, in their
-    order; `deterministic`: whether plans of this rank must depend on no measured time; `cost`: of the trainers' plans,
-    None on a server, which makes none."""
+    order; `deterministic`: whether plans of this rank must depend on no measured time."""
     if wanted is None:
         return None
     if any(gather(int(deterministic))):
@@ -55,29 +47,24 @@ def find_speeds(
         )
         return None
     # All at once: GPUs of one host share power and cooling, and they do so while training.
-    mine, kind = FAILED, device.type
+    mine, kind = 0, device.type
     try:
         mine = round(_time(device, kernel, TOKENS[kind], REPEATS[kind], BUDGET[kind]) * 1e9)
     except Exception as error:  # whatever a kernel raises: the other ranks wait for this one's number
         logger.warning("attention was not timed: %s", error)
     took = np.array(gather(mine), np.float64) / 1e9
-    failed = np.flatnonzero(took <= FAILED)
-    if len(failed):
+    if len(failed := np.flatnonzero(took == 0.0)):
         logger.warning(
             '"speeds": attention did not run at the start on ranks %s, so all ranks are taken for equally fast',
             ", ".join(map(str, failed)),
         )
         return None
-    # Costs in seconds say how long the call takes, so a rank 0 that is slow itself is seen too. Others only compare
-    # tasks with each other.
-    if cost is not None and cost.unit == "seconds":
-        return float(cost.cost_for(call_shape(device)).of(0, TOKENS[kind])) / took
     return took[0] / took
 
 
 def in_words(speeds: Floats | None) -> str:
-    """For the log; empty where speeds are not used."""
-    return "" if speeds is None else f"speeds {' '.join(f'{speed:.3g}' for speed in speeds)}, "
+    """For the log; empty where all are taken for equal."""
+    return "" if speeds is None or (speeds == 1.0).all() else f"speeds {' '.join(f'{speed:.3g}' for speed in speeds)}, "
 
 
 def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:

@@ -122,6 +122,8 @@ def unused_keys(config: CADConfig) -> list[str]:
             'servers ("servers"), or leave it out'
         )
     reserved = config.servers != "all"
+    if config.speeds is not None and not reserved:
+        lines.append('"speeds" does nothing: no rank is reserved, and in place speeds are learned while training')
     if reserved and config.on_server_failure == "continue" and "joined" not in config.servers:
         lines.append(
             '"on_server_failure" is "continue" and servers are part of the launch: torchrun, accelerate launch and '

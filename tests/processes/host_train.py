@@ -85,6 +85,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(asked.get("fixed", False))  # plans depend on no measured time
     rank, ranks = asked["rank"], asked["ranks"]
     store = dist.TCPStore(asked["store"], asked["port"], ranks, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,13 @@ def test_hosts_train_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_moves_stays_off_the_slow_link(tmp_path: Path) -> None:
-    """A long document, a neighbour with time, and a rank with as much time behind 20 Mbit/s."""
+    """A long document, a neighbour with time, and a rank with as much time behind 20 Mbit/s, by the profile."""
     write_profile(tmp_path / "profile.json", PAIR_S)
     block = {"granularity": 16, "cost": str(tmp_path / "profile.json"), "links": {"inside": 1.0, "between": 0.0025}}
     with open_hosts(2, "20mbit") as hosts:
-        found, _ = finish(start(hosts, [0, 0, 1], lengths=[[700], [100, 50], [100, 50]], block=block, steps=3))
+        found, _ = finish(
+            start(hosts, [0, 0, 1], lengths=[[700], [100, 50], [100, 50]], block=block, steps=3, fixed=True)
+        )
     near, far = found[0]["exchanged"], found[2]["exchanged"]
     assert near > 100_000, "the neighbour helps"
     assert far < 0.1 * near, (near, far)
@@ -91,37 +94,25 @@ def test_a_link_that_becomes_100_times_slower_is_named_once() -> None:
     assert any(f"rank {rank} on {name} (" in told for rank, name in enumerate(names))
 
 
+def _errors(count: int, moment: str, breaks: Callable[[Hosts], None]) -> list[str]:
+    """Of ranks on hosts between which something breaks as soon as all of them have come to a moment."""
+    block, lengths = {"granularity": 16, "timeout_s": 20.0, "cost": "pairs"}, [[300], *[[40]] * (count - 1)]
+    with open_hosts(count) as hosts:
+        processes = start(hosts, [*range(count)], moment, lengths=lengths, linger_s=20, steps=9999, block=block)
+        for process in processes:
+            say_line(process, moment)
+        breaks(hosts)
+        go_on(processes)
+        return [one["error"] for one in finish(processes, block["timeout_s"] + ERROR_S)[0]]
+
+
 @pytest.mark.long
 def test_a_link_that_dies_is_an_error_on_every_rank() -> None:
-    timeout_s = 20.0
-    with open_hosts(2) as hosts:
-        processes = start(
-            hosts, [0, 1], "trains", lengths=[[300], [40]], linger_s=20, steps=9999,
-            block={"granularity": 16, "timeout_s": timeout_s, "cost": "pairs"},
-        )  # fmt: skip
-        for process in processes:
-            say_line(process, "trains")
-        go_on(processes)
-        hosts.cut(1)
-        found, _ = finish(processes, timeout_s + ERROR_S)
-    for one in found:
-        assert "rank" in one["error"], one
+    assert all("rank" in one for one in _errors(2, "trains", lambda hosts: hosts.cut(1)))
 
 
 @pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_are_one_clear_error() -> None:
     """The store is reached by all; two hosts lose their route to each other before CAD is turned on."""
-    timeout_s = 20.0
-    with open_hosts(3) as hosts:
-        processes = start(
-            hosts, [0, 1, 2], "joined", lengths=[[300], [40], [40]], linger_s=20, steps=1,
-            block={"granularity": 16, "timeout_s": timeout_s, "cost": "pairs"},
-        )  # fmt: skip
-        for process in processes:
-            say_line(process, "joined")
-        hosts.forbid(1, 2)
-        hosts.forbid(2, 1)
-        go_on(processes)
-        found, _ = finish(processes, timeout_s + ERROR_S)
-    for one in found:
-        assert "GLOO_SOCKET_IFNAME" in one["error"] and "rank" in one["error"], one
+    for one in _errors(3, "joined", lambda hosts: (hosts.forbid(1, 2), hosts.forbid(2, 1))):
+        assert "GLOO_SOCKET_IFNAME" in one and "rank" in one, one

@@ -33,7 +33,7 @@ def _alternate(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any
     for step in range(STEPS):
         training.step_as_alone(model, reference, training.documents(UNEVEN[rank], seed=100 * step + rank))
         loads.append(session.take_statistics("test").load)
-    known = session.learned.non_attention
+    known = session.learned.layer_times
     linear = None if known is None else known.seconds(0)
     return {
         "loads": np.stack(loads).tolist(),

@@ -9,7 +9,7 @@ from hypothesis import settings
 from deepspeed_cad.cli import progress
 from deepspeed_cad.exchange import nccl, waits
 from deepspeed_cad.exchange.failure import identity, watchdog
-from deepspeed_cad.feedback import non_attention
+from deepspeed_cad.feedback import layer_times
 
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
@@ -18,7 +18,7 @@ settings.load_profile("busy")
 @pytest.fixture(autouse=True)
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No session stays, whoever opened it."""
-    for room in (identity, nccl, non_attention, waits, watchdog):
+    for room in (identity, nccl, layer_times, waits, watchdog):
         monkeypatch.setattr(room, "is_over", lambda event: event.query())  # no driver knows it
     monkeypatch.setattr(progress, "QUIET", 1e6)
     yield

@@ -35,10 +35,9 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, s
 
 
 def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    source, target, picture = tmp_path / "in.json", tmp_path / "out.json", tmp_path / "out.png"
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
     source.write_text(json.dumps(GOOD))
-    code, said = plan(capsys, source, "--output", target, "--plot", picture)
+    code, said = plan(capsys, source, "--output", target)
     out = json.loads(target.read_text())
     load = np.array(out["load"])
     loads = load / load.mean()
@@ -49,7 +48,6 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     tasks[tasks[:, 0] > 1, 0] -= 1
     check_coverage(tasks, Layout.from_stream(GOOD["documents"], 4, 16384).tick(), 4)
     assert loads.max() <= 1.02 and loads.min() >= 0.98 and sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
     assert main(["plan", str(source), "--output", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"] == out["tasks"]
 
@@ -247,12 +245,12 @@ def test_pictures_of_what_is_foreseen(
     pytest.importorskip("matplotlib")
     draw, drawn = foresee.draw_curves, {}
     monkeypatch.setattr(foresee, "draw_curves", lambda over, *rest: (drawn.update({over: rest[0]}), draw(over, *rest)))
-    folder, steps = tmp_path / "pictures", tmp_path / "steps.png"
+    folder = tmp_path / "pictures"
     words = f"long-mix --ranks 4 --steps 1 --context 16384 --sharding {sharding} --modes".split()
-    code, said = plan(capsys, *words, "plain,cad,cad reserved", "--pictures", folder, "--plot", steps)
+    code, said = plan(capsys, *words, "plain,cad,cad reserved", "--pictures", folder)
     names = {"step.png", "ranks.png", "context.png", *["reserved.png"] * (sharding == "zero1")}
     assert code == 0 and {path.name for path in folder.iterdir()} == names
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (steps, *folder.iterdir()))
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.iterdir())
     assert all(f"drew {folder / name}" in said for name in names)
     for over, values in (("GPUs", {4, 8, 16}), ("tokens a GPU packs", {4096, 8192, 16384})):
         assert values <= {value for value, _ in drawn[over]["cad"]}, over
@@ -300,7 +298,6 @@ def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
     (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
     (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
-    (["--plot", "nosuch/x.png"], "--plot: nosuch/x.png cannot be written: there is no folder nosuch"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, shown = plan(capsys, "long-mix", "--steps", "1", *words)

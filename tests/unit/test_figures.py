@@ -343,7 +343,6 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
                 partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
             for words, mode, file in (
                 ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT),
-                ('`"speeds": "measure"`', 'cad@{"speeds":"measure"}', MILLION4),
             )
         ),
         *(

@@ -23,7 +23,7 @@ from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choose_profile, measure, speed
 from deepspeed_cad.profiles import profile as choice
 from deepspeed_cad.profiles.profile import GENERIC_GPU, PAIRS, SHIPPED, USUAL_SHAPE
-from deepspeed_cad.profiles.speed import TOKENS, call_shape, find_speeds
+from deepspeed_cad.profiles.speed import TOKENS, find_speeds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ENTRY = ShapeCost(USUAL_SHAPE, pair=1e-11, row=5e-9, key=2e-9, task=1e-7)
@@ -324,26 +324,16 @@ def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_
 # Speeds of ranks: what is measured, what it is relative to, and when it is left out
 
 
-PER_PAIR = 1e-9
-SECONDS = Profile("test", "test", (ShapeCost(call_shape(CPU), pair=PER_PAIR),), unit="seconds")
-EXPECTED = PER_PAIR * TOKENS["cpu"] * (TOKENS["cpu"] + 1) / 2
-
-
-def _find(wanted: Any, took: list[float], cost: Profile | None = PAIRS, deterministic: list[bool] | None = None) -> Any:
+def _find(wanted: Any, took: list[float], deterministic: list[bool] | None = None) -> Any:
     """What rank 0 finds where ranks take so many seconds."""
     answers = iter([[int(one) for one in deterministic or [False] * len(took)], [round(one * 1e9) for one in took]])
-    return find_speeds(wanted, CPU, "torch_math", lambda mine: next(answers), False, cost)
+    return find_speeds(wanted, CPU, "torch_math", lambda mine: next(answers), False)
 
 
-@pytest.mark.parametrize("cost, expected", [
-    (PAIRS, [1.0, 0.5, 2.0]),  # beside rank 0
-    (None, [1.0, 0.5, 2.0]),
-    (SECONDS, [0.5, 0.25, 1.0]),  # beside what the costs say: rank 0 is slow itself
-])  # fmt: skip
-def test_what_speeds_are_relative_to(cost: Profile | None, expected: list[float], monkeypatch: Any) -> None:
+def test_speeds_are_relative_to_rank_0(monkeypatch: Any) -> None:
     timed: list[Any] = []
     monkeypatch.setattr(speed, "_time", lambda device, kernel, *how: timed.append(how) or 1.0)
-    assert _find("measure", [2 * EXPECTED, 4 * EXPECTED, EXPECTED], cost) == pytest.approx(np.array(expected), rel=1e-4)
+    assert _find("measure", [0.2, 0.4, 0.1]) == pytest.approx([1.0, 0.5, 2.0])
     assert timed == [(TOKENS["cpu"], speed.REPEATS["cpu"], speed.BUDGET["cpu"])]
 
 
@@ -362,4 +352,4 @@ def test_a_rank_that_cannot_time_its_kernel_leaves_all_equal(caplog: pytest.LogC
         return [mine]
 
     assert find_speeds("measure", CPU, "flash_attn_4", gather, False) is None
-    assert told == [0, speed.FAILED]
+    assert told == [0, 0]

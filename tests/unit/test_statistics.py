@@ -1,6 +1,6 @@
 """Statistics: readers change nothing, nobody is late has a number of its own, and what rank 0 says of itself."""
 
-import logging
+import logging.handlers
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -121,20 +121,15 @@ def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) ->
 )
 def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capfd: Any, monkeypatch: Any) -> None:
     """Through the logger where a handler shows it, on stderr where none does."""
-    ours = logging.getLogger("deepspeed_cad")
-    records: list[str] = []
-
-    class Keeps(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    monkeypatch.setattr(ours, "handlers", [logging.NullHandler(), Keeps(handler_level)])
+    ours, keeps = logging.getLogger("deepspeed_cad"), logging.handlers.BufferingHandler(9)
+    keeps.setLevel(handler_level)
+    monkeypatch.setattr(ours, "handlers", [logging.NullHandler(), keeps])
     monkeypatch.setattr(ours, "propagate", False)
     monkeypatch.setattr(ours, "level", level)
     ours.manager._clear_cache()  # type: ignore[attr-defined]
     notice("100 % of it")
     ours.manager._clear_cache()  # type: ignore[attr-defined]
-    assert records == (["100 % of it"] if shown else [])
+    assert [one.getMessage() for one in keeps.buffer] == ["100 % of it"] * shown
     assert capfd.readouterr().err == ("" if shown else "deepspeed_cad: 100 % of it\n")
 
 
@@ -142,7 +137,8 @@ SERVERS = {"servers": {"reserved": 1}}
 
 
 @pytest.mark.parametrize("block, text", [
-    ({}, ""), (SERVERS, ""), ({"keep": "host"}, ""), ({**SERVERS, "trainers_serve": False}, ""),
+    ({}, ""), ({**SERVERS, "speeds": "measure"}, ""), ({"keep": "host"}, ""),
+    ({**SERVERS, "trainers_serve": False}, ""), ({"speeds": "measure"}, '"speeds" does nothing: no rank is reserved'),
     ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
     ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
     ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),

@@ -1,0 +1,222 @@
+"""Layers: what of them is timed, what all trainers learn of it, and what plans make of that."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_cad.ahead.crew import Crew, Servers
+from deepspeed_cad.ahead.documents import Announcement
+from deepspeed_cad.ahead.plan import SETTLED, Learned
+from deepspeed_cad.attention.microbatch import PlanKey
+from deepspeed_cad.config import CADConfig
+from deepspeed_cad.exchange.waits import Waits
+from deepspeed_cad.feedback.layer_times import LayerTimes, Measured, Stretches, StretchTimes, middle
+from deepspeed_cad.layout import segments_from_cumulative
+from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
+from deepspeed_cad.profiles.profile import Profile, ShapeCost
+from deepspeed_cad.session import Session
+
+SHAPE = HeadShape(8, 2, 64, 64, 2)
+KEY = PlanKey(None, SHAPE)
+
+
+def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=5.0)
+    for room in ("exchange.waits", "feedback.layer_times"):
+        monkeypatch.setattr(f"deepspeed_cad.{room}.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    times, waits = StretchTimes(), Waits()
+    here = Stretches(times, torch.device("cpu"), 10, waits)
+
+    def attend(layer: int, backward: bool, seconds: float, load: float = 2.0) -> None:
+        here.end(layer, backward)
+        clock.now += seconds
+        with waits.timed(torch.device("cpu")):
+            clock.now += 0.3
+        here.begin(layer, backward, load)
+
+    attend(0, False, 0.5)  # before the first layer lies the embedding
+    clock.now += 0.02
+    attend(1, False, 0.7)
+    clock.now += 1.0
+    attend(1, True, 1.1)  # behind the loss
+    clock.now += 0.05
+    attend(0, True, 1.1)
+    attend(2, True, 9.0, load=0.0)  # of which nothing was planned
+    found = times.take()
+    assert found == pytest.approx((0.002, 0.005, 0.0, 4.0, 2.0 / (0.6 + 1.1))) and not any(times.take())
+
+
+def test_a_lap_has_what_was_waited_for_since_the_one_before() -> None:
+    """On a GPU, read in any order and when all is over."""
+    waits, over, late_is_over = Waits(), SimpleNamespace(query=lambda: True), False
+    late = SimpleNamespace(query=lambda: late_is_over)
+    waits._expect(over, lambda: 3.0)
+    first = waits.lap(over)
+    waits._expect(over, lambda: 4.0)
+    second = waits.lap(late)
+    assert first() == 3.0 and waits.seconds() == 7.0
+    late_is_over = True
+    assert second() == 4.0 and first() == 3.0 and waits.lap(1.0)() == 0.0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gpu_that_waits_for_its_host_is_told(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = StretchTimes()
+    here = Stretches(times, torch.device("cpu"), 10, Waits())
+    monkeypatch.setattr(here, "_now", lambda: SimpleNamespace(query=lambda: late, elapsed_time=lambda end: 20.0))
+    here.begin(0, False)
+    here.end(1, False)
+    assert times.take() == (0.002, 0.0, late, 0.0, 0.0)
+
+
+def test_layers_that_compile_do_not_count_and_those_with_windows_hardly() -> None:
+    assert middle([(value, 1.0) for value in (1.0, 1.0, 3.0, 1000.0, 0.0)]) == pytest.approx(5 / 3)
+    assert middle([(1.0, 3.0), (9.0, 1.0)]) == 3.0 and middle([]) == 0.0
+
+
+def _learners(measured: list[list[float]], pauses: Sequence[bool] = (False,) * 3) -> list[LayerTimes]:
+    each = zip(measured, pauses)
+    return [LayerTimes(len(measured), lambda model, one=one: Measured(*one), lambda no=no: no) for one, no in each]
+
+
+def _meet(everyone: list[LayerTimes], model: int = 0) -> None:
+    reports = np.stack([one.report(model) for one in everyone])
+    assert reports.shape[1] == LayerTimes.columns
+    for one in everyone:
+        one.hear(model, reports)
+
+
+def test_all_trainers_learn_each_ones_own_figure() -> None:
+    everyone = _learners([[1e-6, 2e-6], [3e-6, 5e-6, 0.2], []])
+    assert everyone[0].seconds(0) is None
+    _meet(everyone)
+    for one in everyone:  # a trainer without tokens is taken for the mean
+        assert one.seconds(0) == pytest.approx([3e-6, 8e-6, 5.5e-6])
+        assert one.seconds(1) is None  # another model
+
+
+def test_speeds_are_learned_from_those_who_attend() -> None:
+    """A fifth of a difference at once, by how much was attended; before, all are equal."""
+    fast, slow, idle = [1.0, 1.0, 0.0, 6.0, 1.0], [1.0, 1.0, 0.0, 6.0, 0.5], [0.0]
+    everyone = _learners([fast, slow, idle])
+    assert everyone[0].speeds(0).tolist() == [1.0] * 3
+    for share in (0.2, 0.36, 0.488):
+        _meet(everyone)
+        found = 6 / (9 - 3 * share), 6 / (9 + 3 * share), 6 / 9
+        assert all(one.speeds(0) == pytest.approx(found) for one in everyone)
+    assert everyone[0].speeds(1).tolist() == [1.0] * 3, "another model"
+    slow[3] = 0.6
+    _meet(everyone)
+    much, took = 0.8 * 6 + 0.2 * 0.6, 0.8 * (9 + 3 * 0.488) + 0.2 * 1.2
+    assert everyone[0].speeds(0)[1] == pytest.approx(much / took), "little attention tells little"
+    slow[2] = 1.0
+    _meet(everyone)
+    assert everyone[0].speeds(0) is None, "where hosts set the pace"
+
+
+def test_half_of_a_difference_is_made_up_for_at_once() -> None:
+    measured = [0.0, 2e-6]
+    everyone = _learners([measured] * 2)
+    for measured[0], found in ((1e-6, 3e-6), (3e-6, 4e-6), (3e-6, 4.5e-6)):
+        _meet(everyone)
+        assert everyone[0].seconds(0) == pytest.approx([found] * 2)
+
+
+def test_where_gpus_wait_for_their_hosts_all_trainers_count_as_equally_fast() -> None:
+    """Until they hardly have for some steps, or not at all for one. What a host takes to launch differs by chance."""
+    measured = [1e-6, 2e-6, 0.0]
+    everyone = _learners([measured, [3e-6, 5e-6]])
+    equal, own = [5.5e-6] * 2, [3e-6, 8e-6]
+    for waits, found in ((10, equal), (1, equal), (1, own), (10, equal), (0, own), (4, own)):
+        measured[2] = waits / 10
+        _meet(everyone)
+        assert all(one.seconds(0) == pytest.approx(found) for one in everyone)
+
+
+@pytest.mark.parametrize(("waited", "pace", "moves"), [(0, 1e-6, True), (1000, 1e-6, False), (1000, 1e-9, True)])
+def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
+    waited: int, pace: float, moves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 6000 tokens; attention takes 36 and 18 microseconds."""
+    with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
+        caplog.set_level("INFO", "deepspeed_cad")
+        plans, learned = session.plans, LayerTimes(2, lambda model: Measured(), lambda: False)
+        plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+        plans.crew, plans.learned = Crew(2, None, None, None), Learned(layer_times=learned)
+        learned.hear(0, np.array([[0, pace * 5e11, pace * 5e11, waited, 0, 0]] * 2, np.int64))
+        announced = [Announcement(segments_from_cumulative(cut, 6000)) for cut in ([0, 6000], [0, 3000, 6000])]
+        plans.open(announced, {KEY: 1})
+        assert not caplog.text, "pairs cannot be compared with seconds"
+        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
+        known = plans.open(announced, {KEY: 1})
+        one = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
+        assert plans.step_costs(one, {KEY: 3}, 0).each == pytest.approx([3 * pace] * 2), "of both passes"
+        learned.hear(0, np.array([[0, 1e6, 1e6, waited, 0, 0], [0, 2e7, 2e7, waited, 0, 0]], np.int64))
+        for plans.turn, said in ((SETTLED - 1, 0), (SETTLED, not waited), (SETTLED, not waited)):
+            plans.open(announced, {KEY: 1})
+            assert caplog.text.count("rank 1 takes far longer than most outside attention") == said
+    plan = known.planned[KEY, 0].plan
+    assert ("GPUs wait for their hosts" in caplog.text) == bool(waited)
+    assert plan.load_before == pytest.approx([3.6e-5, 1.8e-5], rel=1e-3)
+    assert plan.load == pytest.approx([2.7e-5] * 2 if moves else plan.load_before, rel=0.06)
+
+
+def test_in_place_a_slow_rank_gets_less_attention() -> None:
+    """Ranks of equal documents, of which the second attends at half the speed."""
+    with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
+        plans, learned = session.plans, LayerTimes(2, lambda model: Measured(), lambda: False)
+        plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+        plans.crew, plans.learned = Crew(2), Learned(layer_times=learned)
+        for _ in range(30):
+            learned.hear(0, np.array([[0, 0, 0, 0, 9, 1e6], [0, 0, 0, 0, 9, 5e5]], np.int64))
+        announced = [Announcement(segments_from_cumulative([0, 6000], 6000))] * 2
+        assert plans.open(announced, {KEY: 1}).speeds is None, "pairs are no seconds"
+        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
+        opened, speeds = plans.open(announced, {KEY: 1}), learned.speeds(0)
+        step = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
+        dealt = plans.step_costs(step, {}, 0).speed  # type: ignore[arg-type]
+        assert opened.speeds.tolist() == speeds.tolist() == dealt.tolist()
+        plans.crew = Crew(2, servers=Servers(1, 1, 0))
+        assert plans.learned_speeds(0) is None, "servers tell nobody how long they attend"
+    assert speeds == pytest.approx([1.0, 0.5], rel=1e-2)
+    assert opened.planned[KEY, 0].plan.load == pytest.approx([4.8e-5] * 2, rel=0.05)
+
+
+def test_deterministic_algorithms_on_any_trainer_mean_equal_shares() -> None:
+    everyone = _learners([[1e-6, 2e-6, 0.0, 6.0, 1.0], [3e-6, 5e-6, 0.0, 6.0, 0.5]], [False, True])
+    _meet(everyone)
+    assert all(one.seconds(0) is None is one.speeds(0) for one in everyone)
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("linear", [None, [3e-6, 2e-6]])
+def test_the_cut_knows_servers_layers_and_the_slowest_trainer(linear: list[float] | None, helpers: int) -> None:
+    """For 2 trainers and 1 server, a nanosecond per pair."""
+    with closing(Session(CADConfig(), torch.device("cpu"))) as session:
+        plans, speeds = session.plans, None if helpers else np.array([0.0, 0.0, 1.0])
+        plans.config = CADConfig.from_dict({"granularity": 64, "servers": {"reserved": 1}})
+        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds")
+        plans.turn, compared = 7, list[int]()
+        plans.gatherer.agree = lambda value, subject: compared.append(subject.index)  # type: ignore[method-assign]
+        plans.crew, plans._speeds_at_start = Crew(2, None, None, speeds, Servers(1, 1, helpers)), speeds
+        learned = LayerTimes(2, lambda model: Measured(), lambda: False)
+        learned.hear(0, np.array([[0, round(one * 1e12), one > 0, 0, 0, 0] for one in linear or [0, 0]], np.int64))
+        plans.learned = Learned(layer_times=learned)
+        known = plans.open([Announcement(segments_from_cumulative([0, 6000], 6000)) for _ in range(2)], {KEY: 1})
+        kinds = [PlanLayers(plans.cost.cost_for(SHAPE), None, 2)]
+    layout = known.layout
+    assert layout.ranks == 3 and len(known.ticks) == 2 and compared == [7]
+    expected = choose_interleaved_cut(layout, np.ones(3, np.int64), kinds, 1, linear and max(linear), helpers)
+    assert expected is not None and known.ticks[0].query_tokens.tolist() == expected.tolist()
+    for nano_batch in range(2):
+        other = layout.tokens - known.ticks[nano_batch].query_tokens
+        finish = known.planned[KEY, nano_batch].plan.load + np.array([*(linear or [0, 0]), 0.0]) * other
+        if helpers == 0:
+            assert known.planned[KEY, nano_batch].plan.load[:2].tolist() == [0.0, 0.0]
+        else:
+            assert finish.max() < 1.06 * finish.mean()
