@@ -270,6 +270,8 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         ("CAD ran {:.2f} times as fast as plain training that keeps attention, and {:.2f} times as fast as an even "
          "split of all work would. The full row alone takes {:.2f} s a step without its attention, and CAD's steps "
          "took {:.2f} to {:.2f} s", "h100x2/train_heavy_64k_2r_rows_100_60_5d16fe3.json", unevenly_full),
+        ("{:.2f} s in step 7, ALST with attention kept {:.2f} s", [f"h100x4/alst_{x}_5_layers_074a313.json" for x in (
+            "cad", "kept")], lambda cad, rival: (cad["ranks"][0]["seconds"][-1], rival["step_s"])),
     ],
     "is-it-for-me": [
         ("the median of 200 steps was {:.2f} s without CAD and {:.2f} s with it", TUNED,
@@ -341,9 +343,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         *(
             (f"{words} | {file[-12:-5]} | {{:.3f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |", file, both(*(
                 partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
-            for words, mode, file in (
-                ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT),
-            )
+            for words, mode, file in (("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT))
         ),
         *(
             ("| {0:.1f} | {2:.3f} | {1:.1f} | {3:.3f} | {4:.1f} | {5:.5f}, {6:.5f} |", files, lambda cad, rival: (
