@@ -239,6 +239,7 @@ def assemble(skeleton: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Pre
         model = AutoModelForCausalLM.from_config(config)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
+    model.generation_config = skeleton.generation_config
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if missing or unexpected:
         raise CADUnsupportedError(f"the stages lack {missing[:3]} and have {unexpected[:3]} beside what the model has")

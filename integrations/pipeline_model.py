@@ -10,6 +10,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from deepspeed_cad.integrations.pipeline import (
     from_checkpoint,
 )
 from deepspeed_cad.integrations.structure import decoder_layers, find_decoder
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 
@@ -56,10 +57,13 @@ def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **
     config = model.config if isinstance(model, PreTrainedModel) else AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    with suppress(OSError, ValueError):  # there may be none, or one that transformers would not save
+        own = source.generation_config if source else GenerationConfig.from_pretrained(str(model))
+        own.validate(strict=True)
+        skeleton.generation_config = own
     refuse_model(skeleton)
     refuse_uncut(skeleton)
-    layers = decoder_layers(find_decoder(skeleton))
-    count = 0 if layers is None else len(layers)
+    count = len(decoder_layers(find_decoder(skeleton)) or ())
     if not 1 <= stages <= count:
         raise CADConfigError(
             f"{stages} pipeline stages for a model with {count} decoder layers: every stage needs one layer or "
@@ -76,9 +80,7 @@ def to_hf(engine: Any, path: str | os.PathLike[str]) -> None:
     saves them as transformers does, and takes the parts away. All hosts must see the folder."""
     module = engine.module
     if not isinstance(module, _Pipeline):
-        raise CADConfigError(
-            f"to_hf takes an engine whose module to_pipeline made; its module is {type(module).__name__}"
-        )
+        raise CADConfigError(f"to_hf takes an engine with a module of to_pipeline; this is {type(module).__name__}")
     folder = Path(path) / ".stages"
     folder.mkdir(parents=True, exist_ok=True)
     if engine.grid.get_data_parallel_id() == 0:
@@ -204,8 +206,7 @@ def layer_work(skeleton: PreTrainedModel) -> list[float]:
 def refuse_uncut(skeleton: PreTrainedModel) -> None:
     """Raise CADUnsupportedError for a model that is more than embedding, layers, norm and head.
 
-    A small copy runs as a whole and as a pipeline with two empty parts; both must agree.
-    """
+    A small copy runs as a whole and as a pipeline with two empty parts; both must agree."""
     config, name, decoder = skeleton.config, type(skeleton).__name__, find_decoder(skeleton)
     small, norm = cut_config(config, range(1)), getattr(decoder, "norm", None)
     if decoder_layers(decoder) is None or small.num_hidden_layers != 1 or not isinstance(norm, torch.nn.Module):
@@ -218,9 +219,7 @@ def refuse_uncut(skeleton: PreTrainedModel) -> None:
             f"{name} cannot be cut into stages with output_router_logits=True: the auxiliary loss of its routers needs "
             "all layers in one place. Set it to False"
         )
-    small.vocab_size = 64
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(small, key, 0)
+    small.update({"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0})
     try:
         agree = _agree(small)
     except Exception as error:

@@ -59,19 +59,18 @@ def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, kind: str) ->
     set_seed(0)
     config = tiny_config(kind, vocab_size=64, num_hidden_layers=4, sliding_window=16, **CHANGES[kind])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.update(do_sample=True, top_k=7)
     model.save_pretrained(tmp_path / "before")
     found = fresh_workers.run(_train_and_write, 4, str(tmp_path / "before"), str(tmp_path / "after"), timeout=120.0)
     alone = copy.deepcopy(model)
     expected = pipelines.in_one_process(alone, 2, COUNT)
     gradients = {n: p.grad / 2 for n, p in alone.named_parameters()}
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
-    seen: set[str] = set()
     for loss, own in found:
         assert abs(loss - expected) < 1e-5
         for key, gradient in own.items():
             torch.testing.assert_close(gradient, gradients[key], atol=1e-5, rtol=0)
-            seen.add(key)
-    assert seen == set(gradients)
+    assert {key for _, own in found for key in own} == set(gradients) and after.generation_config.top_k == 7
     for key, p in after.named_parameters():
         torch.testing.assert_close(p, dict(model.named_parameters())[key] - gradients[key], atol=1e-5, rtol=0)
 
