@@ -111,10 +111,10 @@ class Plans:
                 self.say_once("a micro-batch was not cut into nano-batches: its documents span ranks, or it is tiny")
         self.warn(seconds if self.turn >= SETTLED else None)
         turn, self.turn = self.turn, self.turn + 1
-        stretch_times, hosts_pace, known, speeds = None, False, self.learned.layer_times, self.learned_speeds(model)
-        if known is not None:
-            stretch_times = self.counts.stretch_times[model]
-            hosts_pace = seconds is not None and cut is None and crew.servers is None and known.hosts_pace(model)
+        known, speeds = self.learned.layer_times, self.learned_speeds(model)
+        stretch_times = None if known is None else self.counts.stretch_times[model]
+        whole = seconds is not None and cut is None and crew.servers is None
+        hosts_pace = whole and known is not None and known.hosts_pace(model)
         if hosts_pace:
             self.say_once("GPUs wait for their hosts: attention moves only where whole layers are uneven")
         # Nothing else may change what is learned: plans are made on this thread and at the forward, on every rank in

@@ -26,7 +26,7 @@ def draw_curves(over: str, curves: Mapping[str, Sequence[tuple[int, float]]], pa
     values = sorted({value for points in curves.values() for value, _ in points})
     if len(values) > 1 and values[0] > 0 and values[-1] >= 4 * values[0]:
         axis.set_xscale("log", base=2)
-        axis.set_xticks(values, [f"{one // 1024}K" if one >= 4096 and one % 1024 == 0 else str(one) for one in values])
+        axis.set_xticks(values, [f"{one:,}" for one in values])
     if curves:
         axis.legend(frameon=False)
     _save(figure, path)

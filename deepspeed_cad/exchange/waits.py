@@ -82,7 +82,7 @@ class Waits:
             end()
         else:
             self._expect(now, end)
-        return lambda: (self.seconds(), found[0])[1]
+        return lambda: (self.seconds(), sum(found))[1]  # nothing where another stream is behind
 
     def seconds(self) -> float:
         """Seconds so far; what the GPU has not reached yet is counted later."""
