@@ -30,6 +30,7 @@ def test_a_stream_joins_again_at_rank_borders(own: list[int], ranks: int, per_ra
         return
     layout = Layout.from_stream(own, ranks, per_rank)
     assert layout.documents == len(own)
+    assert type(layout.segments)(*np.zeros((5, 2), np.int32)).to_array().dtype == np.int64, "what compiled code reads"
     found = np.zeros(len(own), np.int64)
     np.add.at(found, layout.segments.document, layout.segments.end - layout.segments.begin)
     assert found.tolist() == own
