@@ -112,7 +112,6 @@ class Plans:
         self.warn(seconds if self.turn >= SETTLED else None)
         turn, self.turn = self.turn, self.turn + 1
         known, speeds = self.learned.layer_times, self.learned_speeds(model)
-        stretch_times = None if known is None else self.counts.stretch_times[model]
         whole = seconds is not None and cut is None and crew.servers is None
         hosts_pace = whole and known is not None and known.hosts_pace(model)
         if hosts_pace:
@@ -127,8 +126,8 @@ class Plans:
             partial(self._agree, turn), crew.transport, self.counts, aside=self.aside, turn=turn,
             loaded=np.array([one.local.tokens if one.loaded < 0 else one.loaded for one in announcements]),
             orders=orders, memory=self.exchange_memory(self.limit, rows_of_layers, len(ticks)),
-            stretch_times=stretch_times, speeds=speeds, generation=crew.generation,
-            calls=crew.calls(partial(self._renew, gathered)),
+            stretch_times=None if known is None else self.counts.stretch_times[model], speeds=speeds,
+            generation=crew.generation, calls=crew.calls(partial(self._renew, gathered)),
         )  # fmt: skip
         if keys:
             micro_batch.plan_all(list(keys))

@@ -123,7 +123,8 @@ class CallSetup:
 
         def start(wave: int) -> Dispatched:
             transport, host, moment = self._exchange(wave, backward, is_return=False)
-            return transport.dispatch(host, fields, self.nano_batch, moment)
+            with self._on_host():
+                return transport.dispatch(host, fields, self.nano_batch, moment)
 
         return WavesOut(count, start, fields)
 
@@ -136,7 +137,7 @@ class CallSetup:
     def give_back(self, wave: int, fields: list[Returning], backward: bool = False) -> Returned:
         """Start the exchange back of one wave, on the stream that runs served tasks."""
         transport, host, moment = self._exchange(wave, backward, is_return=True)
-        with self.span("return", backward, aside=self.aside is not None):
+        with self.span("return", backward, aside=self.aside is not None), self._on_host():
             return transport.give_back(host, fields, self.nano_batch, moment)
 
     def _exchange(self, wave: int, backward: bool, is_return: bool) -> tuple[Transport, Schedule, Moment]:
@@ -145,6 +146,10 @@ class CallSetup:
         if self.orders is not None:
             self.orders(is_return, backward, wave)
         return self.transport, self.schedule.waves[wave].host, Moment(self.turn, self.layer, backward, wave)
+
+    def _on_host(self) -> AbstractContextManager[None]:
+        """On a CPU an exchange starts when all ranks are there, so starting one is waiting too."""
+        return self.counts.waits.timed(self.device) if self.device.type == "cpu" else NOT_TRACED
 
     def leave_attention(self, backward: bool) -> None:
         """This nano-batch goes on with what is not attention."""

@@ -316,9 +316,8 @@ def check_options(args: argparse.Namespace) -> None:
             Path(args.pictures).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CADConfigError(f"--pictures: {args.pictures} cannot be made: {error.strerror}") from error
-    target = args.output
-    if target and target != "-" and not Path(target).parent.is_dir():
-        raise CADConfigError(f"--output: {target} cannot be written: there is no folder {Path(target).parent}")
+    if args.output not in (None, "-") and not (folder := Path(args.output).parent).is_dir():
+        raise CADConfigError(f"--output: {args.output} cannot be written: there is no folder {folder}")
     if args.pictures and find_spec("matplotlib") is None:
         raise CADConfigError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"')
 

@@ -85,14 +85,11 @@ class Stretches:
     """Those of one nano-batch of one micro-batch."""
 
     def __init__(self, times: StretchTimes, device: torch.device, tokens: int, waits: Waits) -> None:
-        """`waits`: in which all is counted that attention waits for."""
         self._times, self._device, self._tokens, self._waits = times, device, tokens, waits
-        self._open: tuple[int, bool, Moment] | None = None
-        """The attention that is complete, or under way."""
+        self._open: tuple[int, bool, Moment] | None = None  # the attention that is complete, or under way
 
     def begin(self, layer: int, backward: bool, load: float = 0.0) -> None:
-        """The attention of a layer is complete; `load`: seconds that both passes were planned to take here at speed 1;
-        0: not known."""
+        """The attention of a layer is complete; `load`: see CallSetup."""
         now, entered = self._now(), self._open
         self._open, idle = (layer, backward, now), self._waits.lap(now)
         if load > 0.0 and entered is not None and entered[:2] == (layer, backward):
@@ -101,15 +98,13 @@ class Stretches:
     def end(self, layer: int, backward: bool) -> None:
         """The attention of a layer is about to be dispatched."""
         now, opened = self._now(), self._open
-        self._open = (layer, backward, now)
-        self._waits.lap(now)
+        self._open, _ = (layer, backward, now), self._waits.lap(now)
         # What lies before the first layer and behind the last has other work in it than a layer.
         if opened is None or opened[:2] != (layer + (1 if backward else -1), backward) or not self._tokens:
             return
-        begin = opened[2]
         # A GPU that is past the begin already has nothing left to run.
-        waited = not isinstance(begin, float) and is_over(begin)
-        self._times.add(_Stretch(begin, now, backward, self._tokens, waited))
+        waited = not isinstance(opened[2], float) and is_over(opened[2])
+        self._times.add(_Stretch(opened[2], now, backward, self._tokens, waited))
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":
@@ -120,10 +115,13 @@ class Stretches:
 
 
 GAIN = 0.5
-"""Share of a measured difference that is made up for at once. A choice: the first steps compile and allocate, and after
-five reports 97 % of what they left is forgotten."""
+"""Share of a measured difference that is made up for at once. A choice: after five reports 97 % of what the first steps
+left, which compile, is forgotten."""
 SPEED_GAIN = 0.2
 """The same of attention. Costs are 1 to 3 % wrong about what a rank attends, and that changes from step to step."""
+PULL = 0.1
+"""Share of its distance from the mean that is taken off each speed. Waits that nobody counted look like attention, and
+ranks that take equally long, whatever they attend, would drift apart for ever."""
 WAITS = 0.25
 """Share of stretches, of any trainer, from which on GPUs count as waiting for their hosts. A choice, which nothing
 measured yet; where it is wrong, layers are as uneven as the tolerance allows."""
@@ -134,7 +132,7 @@ class LayerTimes:
 
     columns = 6
     """Whether it pauses, and what was measured in whole numbers of `UNITS`."""
-    UNITS = np.array([1e-12, 1e-12, 1e-3, 1e-6, 1e-6])
+    UNITS = np.array([1e-12, 1e-12, 1e-3, 1e-9, 1e-6])
 
     def __init__(self, trainers: int, take: Callable[[int], Measured], pauses: Callable[[], bool]) -> None:
         """`take` gives what this rank measured of a model since the last call. `pauses`: while it holds on any trainer,
@@ -149,7 +147,7 @@ class LayerTimes:
         self._paused: dict[int, bool] = {}
 
     def report(self, model: int) -> Ints:
-        return np.array([self._pauses(), *np.rint(self._take(model) / self.UNITS)], np.int64)
+        return np.array([self._pauses(), *np.rint(np.minimum(self._take(model) / self.UNITS, 1e18))], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
         self._paused[model] = bool(reports[:, 0].any())
@@ -161,11 +159,10 @@ class LayerTimes:
         # Steps that compile wait, too; the first one without any wait ends that.
         found = np.where(newest > 0, waited + GAIN * (newest - waited), 0.0)
         self._waited[model] = np.where((measured > 0).any(0), found, waited)
-        if (attends := speed > 0.0).any():
-            newest = np.stack([load, load / np.where(attends, speed, 1.0)])
-            # All begin as equals: the first step starts up in all that it does.
-            before = self._attended.get(model, newest[:, attends].mean(1, keepdims=True))
-            # Of sums, since little attention tells little: most of it is what starting it takes.
+        if (attends := (speed > 0.0) & (load > 0.0)).any():
+            # Of sums: little attention tells little. The first step also starts up; there all are as the costs say.
+            before = self._attended.get(model, np.full((2, self._trainers), load.max()))
+            newest = np.stack([load, load / np.where(attends, speed, 1.0)]) if model in self._attended else before
             self._attended[model] = before + SPEED_GAIN * attends * (newest - before)
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
@@ -184,8 +181,8 @@ class LayerTimes:
 
     def speeds(self, model: int) -> Floats | None:
         """[trainers] in attention, beside what costs say; None while paused and where hosts set the pace."""
-        planned, took = self._attended.get(model, np.ones((2, self._trainers)))
-        return None if self._paused.get(model) or self.hosts_pace(model) else planned / took
+        speeds = np.divide(*self._attended.get(model, np.ones((2, self._trainers))))
+        return None if self._paused.get(model) or self.hosts_pace(model) else speeds + PULL * (speeds.mean() - speeds)
 
     def hosts_pace(self, model: int) -> bool:
         """Whether layers take as long as their launching."""

@@ -95,7 +95,7 @@ def _balance(facts: SessionFacts) -> str:
 
 
 def _means(facts: SessionFacts) -> str:
-    return f"{_transport(facts)}, {_links(facts)}kernel {', '.join(facts.kernels) or 'not chosen yet'}"
+    return f"{_transport(facts)}, {_links(facts)}{facts.speeds}kernel {', '.join(facts.kernels) or 'not chosen yet'}"
 
 
 def _shares(facts: SessionFacts) -> str:
@@ -123,7 +123,7 @@ def unused_keys(config: CADConfig) -> list[str]:
         )
     reserved = config.servers != "all"
     if config.speeds is not None and not reserved:
-        lines.append('"speeds" does nothing: no rank is reserved, and in place speeds are learned while training')
+        lines.append('"speeds" does nothing: no rank is reserved. In place speeds are learned where costs are seconds')
     if reserved and config.on_server_failure == "continue" and "joined" not in config.servers:
         lines.append(
             '"on_server_failure" is "continue" and servers are part of the launch: torchrun, accelerate launch and '

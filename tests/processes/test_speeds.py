@@ -77,7 +77,7 @@ def _shares_are_by_speed(found: list[Any], within: float) -> None:
 
 def test_a_slow_rank_is_found_while_it_trains_and_gets_less(workers: WorkerPool) -> None:
     first, second = workers.run(_in_place, 2, [1, 2])
-    assert first == second and first[0][1] == [1.0, 1.0] and first[-1][1] == pytest.approx([1.0, 0.5], rel=0.1)
+    assert first == second and first[0][1] == [1.0, 1.0] and first[-1][1] == pytest.approx([0.97, 0.55], rel=0.05)
     _shares_are_by_speed(first, 1.08)
 
 
