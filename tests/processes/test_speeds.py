@@ -1,7 +1,5 @@
-"""Ranks of different speed, learned in place and measured where servers are reserved; what each then gets, exactly.
-
-How long attention takes is said by the test: what a clock says depends on who else uses the machine.
-"""
+"""Ranks of different speed, learned in place and measured where servers are reserved; what each then gets, exactly. How
+long attention takes is said by the test: what a clock says depends on who else uses the machine."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -101,9 +101,10 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
 
 def test_speeds_are_learned_from_those_who_attend() -> None:
     """A fifth of a difference at once, by how much was attended, but a tenth never; at first all are equal."""
-    fast, slow, idle = [1.0, 1.0, 0.0, 6.0, 1.0], [1.0, 1.0, 0.0, 6.0, 0.5], [0.0]
-    everyone = _learners([fast, slow, idle])
-    assert everyone[0].speeds(0).tolist() == [1.0] * 3
+    fast, slow, idle = [1.0, 1.0, 0.0, 6.0, 1.0], [1.0, 1.0, 0.0, 6.0, 0.5], [0.0, 0.0, 0.0, 1e-12, 1e9]
+    everyone, nobody = _learners([fast, slow, idle]), _learners([idle] * 3)
+    _meet(nobody)
+    assert everyone[0].speeds(0).tolist() == nobody[0].speeds(0).tolist() == [1.0] * 3
     for share in (0.0, 0.2, 0.36, 0.488):
         _meet(everyone)
         found = np.array([1.0, 1 / (1 + share), 1.0])
