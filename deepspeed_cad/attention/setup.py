@@ -149,7 +149,7 @@ class CallSetup:
 
     def _on_host(self) -> AbstractContextManager[None]:
         """On a CPU an exchange starts when all ranks are there, so starting one is waiting too."""
-        return self.counts.waits.timed(self.device) if self.device.type == "cpu" else NOT_TRACED
+        return NOT_TRACED if self.aside or self.device.type != "cpu" else self.counts.waits.timed(self.device)
 
     def leave_attention(self, backward: bool) -> None:
         """This nano-batch goes on with what is not attention."""
