@@ -287,7 +287,7 @@ def main() -> None:
             if known.layer_times is not None and (each := known.layer_times.seconds(0)) is not None:
                 nanoseconds = " ".join(f"{1e9 * one:.1f}" for one in each)
                 say(f"{mode.name}: outside attention {nanoseconds} ns a token and layer, by rank")
-                say(f"{mode.name}: {in_words(known.layer_times.speeds(0))}by rank")
+                say(f"{mode.name}: {in_words(known.layer_times.speeds(0)) or 'speeds equal, '}by rank")
             found = mode.session.statistics
             say(
                 f"{mode.name}: attention max/mean {found.imbalance_before:.3f} as the documents lay, "

@@ -86,7 +86,8 @@ class State(IntEnum):
 
 _VERSION, _CONFIG, _MODEL, _WHAT, _WHICH, _EPOCH, _INDEX, _STATE, _VALUE, _COUNT, _WIDTH = range(11)
 """Columns of a header; what reporters say follows behind them."""
-_LEARNS, _NO_MODEL = (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP), 1 << 30
+_LEARNS = (What.LENGTHS, What.FORWARD, What.LOOK, What.STEP)
+_NO_MODEL = 1 << 30
 
 APART = (
     "Every rank must train as many micro-batches, in the same order. Look for a break, an exception that the script "
@@ -167,11 +168,9 @@ class Gatherer:
     def _meet(self, header: Ints, mine: Ints, subject: Subject) -> tuple[np.ndarray, list[np.ndarray]]:
         """Headers of all ranks, [ranks, _WIDTH], and their payloads, each padded to the longest."""
         waited_for, learns = f"the other ranks' {subject}", subject.what in _LEARNS
-        # Who has no more forwards goes by what the others run, and has nothing to say of that.
+        # A rank that has no forwards left hears of the model that the others run, and measured nothing of it.
         model = subject.model if header[_STATE] == State.GOING else _NO_MODEL
-        reports = [
-            reporter.report(model) if learns else np.zeros(reporter.columns, np.int64) for reporter in self._reporters
-        ]
+        reports = [one.report(model) if learns else np.zeros(one.columns, np.int64) for one in self._reporters]
         messages = np.stack(self._all(np.concatenate([header, *reports]), waited_for))
         headers, said = messages[:, :_WIDTH], messages[self._members, _WIDTH:]
         _join(headers)

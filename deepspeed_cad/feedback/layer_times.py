@@ -98,7 +98,8 @@ class Stretches:
     def end(self, layer: int, backward: bool) -> None:
         """The attention of a layer is about to be dispatched."""
         now, opened = self._now(), self._open
-        self._open, _ = (layer, backward, now), self._waits.lap(now)
+        self._open = (layer, backward, now)
+        self._waits.lap(now)  # what was waited for before is not this attention's
         # What lies before the first layer and behind the last has other work in it than a layer.
         if opened is None or opened[:2] != (layer + (1 if backward else -1), backward) or not self._tokens:
             return
@@ -120,8 +121,8 @@ left, which compile, is forgotten."""
 SPEED_GAIN = 0.2
 """The same of attention. Costs are 1 to 3 % wrong about what a rank attends, and that changes from step to step."""
 PULL = 0.1
-"""Share of its distance from the mean that is taken off each speed. Waits that nobody counted look like attention, and
-ranks that take equally long, whatever they attend, would drift apart for ever."""
+"""Share of the way to the mean by which each speed is moved. Else a wait that is not counted looks like slow attention,
+the rank gets less, waits longer, and looks slower still."""
 WAITS = 0.25
 """Share of stretches, of any trainer, from which on GPUs count as waiting for their hosts. A choice, which nothing
 measured yet; where it is wrong, layers are as uneven as the tolerance allows."""
@@ -152,18 +153,20 @@ class LayerTimes:
     def hear(self, model: int, reports: Ints) -> None:
         self._paused[model] = bool(reports[:, 0].any())
         each = self._each.get(model, np.zeros((2, self._trainers)))
-        measured, (newest, load, speed) = np.split((reports[:, 1:] * self.UNITS).T, [2])
+        measured, (share, load, speed) = np.split((reports[:, 1:] * self.UNITS).T, [2])
         smooth = np.where(each > 0, each + GAIN * (measured - each), measured)
         self._each[model] = np.where(measured > 0, smooth, each)
         waited = self._waited.get(model, np.zeros(self._trainers))
         # Steps that compile wait, too; the first one without any wait ends that.
-        found = np.where(newest > 0, waited + GAIN * (newest - waited), 0.0)
+        found = np.where(share > 0, waited + GAIN * (share - waited), 0.0)
         self._waited[model] = np.where((measured > 0).any(0), found, waited)
-        if (attends := (speed > 0.0) & (load > 0.0)).any():
-            # Of sums: little attention tells little. The first step also starts up; there all are as the costs say.
-            before = self._attended.get(model, np.full((2, self._trainers), load.max()))
-            newest = np.stack([load, load / np.where(attends, speed, 1.0)]) if model in self._attended else before
-            self._attended[model] = before + SPEED_GAIN * attends * (newest - before)
+        attends = (speed > 0.0) & (load > 0.0)
+        if attends.any() and model in self._attended:
+            # Sums, so that a rank with little attention, most of which is what starting it takes, changes little.
+            sums, before = np.stack([load, load / np.where(attends, speed, 1.0)]), self._attended[model]
+            self._attended[model] = before + SPEED_GAIN * attends * (sums - before)
+        elif attends.any():  # the first step compiles: it counts for nothing, and all are as fast as the costs say
+            self._attended[model] = np.full((2, self._trainers), load.max())
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] seconds per token of one layer; None where not known, and while paused.

@@ -53,10 +53,7 @@ def find_speeds(
         logger.warning("attention was not timed: %s", error)
     took = np.array(gather(mine), np.float64) / 1e9
     if len(failed := np.flatnonzero(took == 0.0)):
-        logger.warning(
-            '"speeds": attention did not run at the start on ranks %s, so all ranks are taken for equally fast',
-            ", ".join(map(str, failed)),
-        )
+        logger.warning('"speeds": attention did not run at the start on ranks %s: all count as equal', failed.tolist())
         return None
     return took[0] / took
 

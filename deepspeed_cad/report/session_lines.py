@@ -123,7 +123,7 @@ def unused_keys(config: CADConfig) -> list[str]:
         )
     reserved = config.servers != "all"
     if config.speeds is not None and not reserved:
-        lines.append('"speeds" does nothing: no rank is reserved. In place speeds are learned where costs are seconds')
+        lines.append('"speeds" does nothing: no rank is reserved. In place ranks learn speeds while they train')
     if reserved and config.on_server_failure == "continue" and "joined" not in config.servers:
         lines.append(
             '"on_server_failure" is "continue" and servers are part of the launch: torchrun, accelerate launch and '

@@ -59,7 +59,7 @@ def test_a_lap_has_what_was_waited_for_since_the_one_before() -> None:
     first = waits.lap(over)
     waits._expect(over, lambda: 4.0)
     second = waits.lap(late)
-    assert first() == 3.0 and waits.seconds() == 7.0
+    assert first() == 3.0 and waits.seconds() == 7.0 and second() == 0.0, "that stream is behind"
     late_is_over = True
     assert second() == 4.0 and first() == 3.0 and waits.lap(1.0)() == 0.0
 
