@@ -222,6 +222,7 @@ def _refuse_block(config: CADConfig) -> None:
         ("recompute_attention", True, "attention of a stage meets the others only in the ticks of its own forward"),
         ("overlap", "interleave", "the tasks of other stages hide exchanges instead"),
         ("documents", "deal", "the loss of a pipeline is the mean over micro-batches, so they stay as they are"),
+        ("speeds", "measure", "it is for reserved servers, and stages learn no speeds"),
     ):
         if getattr(config, key) == wrong:
             raise CADConfigError(f'"cad": "{key}" is {wrong!r}, which a pipeline cannot have: {why}. Leave it out')

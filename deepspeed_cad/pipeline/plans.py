@@ -237,7 +237,7 @@ class StepPlans:
         cost = plans.cost if links is None else plans.cost.with_links(*links)
         return make_plan(PlanInput(
             tick, key.shape, tick_cost(cost.cost_for(key.shape), backward), key.window, plans.config.tolerance,
-            plans.config.granularity, speed=plans.crew.speeds, hosts=plans.crew.hosts, waves=plans.given_waves(),
+            plans.config.granularity, hosts=plans.crew.hosts, waves=plans.given_waves(),
         ))  # fmt: skip
 
     def _remember(self, fingerprint: int, what: str) -> None:

@@ -232,11 +232,8 @@ IDS = torch.arange(4)[None]
 
 
 @pytest.mark.parametrize("refuse, given, words", [
-    (
-        engines._refuse_block,
-        [CADConfig(recompute_attention=True)],
-        '"recompute_attention" is True, which a pipeline cannot',
-    ),
+    (engines._refuse_block, [CADConfig(recompute_attention=True)], '"recompute_attention" is True, which a pipeline'),
+    (engines._refuse_block, [CADConfig(speeds="measure")], "\"speeds\" is 'measure', which a pipeline cannot have"),
     (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
     (engines._refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
