@@ -119,10 +119,10 @@ GAIN = 0.5
 """Share of a measured difference that is made up for at once. A choice: after five reports 97 % of what the first steps
 left, which compile, is forgotten."""
 SPEED_GAIN = 0.2
-"""The same of attention. Costs are 1 to 3 % wrong about what a rank attends, and that changes from step to step."""
+"""The same of attention, a choice: costs are 1 to 3 % wrong about what a rank attends, which changes in each step."""
 PULL = 0.1
-"""Share of the way to the mean by which each speed is moved. Else a wait that is not counted looks like slow attention,
-the rank gets less, waits longer, and looks slower still."""
+"""Share of the way to the mean by which each speed is moved, a choice. Else a wait that is not counted looks like slow
+attention, the rank gets less, waits longer, and looks slower still."""
 WAITS = 0.25
 """Share of stretches, of any trainer, from which on GPUs count as waiting for their hosts. A choice, which nothing
 measured yet; where it is wrong, layers are as uneven as the tolerance allows."""
@@ -132,7 +132,7 @@ class LayerTimes:
     """Of all trainers; a Reporter."""
 
     columns = 6
-    """Whether it pauses, and what was measured in whole numbers of `UNITS`."""
+    """Whether it pauses, and each field of `Measured` in whole numbers of its unit."""
     UNITS = np.array([1e-12, 1e-12, 1e-3, 1e-9, 1e-6])
 
     def __init__(self, trainers: int, take: Callable[[int], Measured], pauses: Callable[[], bool]) -> None:
