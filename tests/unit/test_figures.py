@@ -111,8 +111,9 @@ EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
 ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
-ALST4 = [(f"h200x4/alst_cad{one}.json", f"h200x4/alst_kept{other}.json") for one, other in (
-    ("_d8ffd03", "_d8ffd03"), ("_priority_d8ffd03", "_d8ffd03"), ("_ctas_d8ffd03", "_d8ffd03"), 2 * ("_ctas_ea62db9",),
+ALST4 = [(f"{gpus}x4/alst_cad{one}.json", f"{gpus}x4/alst_kept{other}.json") for gpus, one, other in (
+    ("h100", "_0c3bfa8", "_0c3bfa8"), ("h200", "_d8ffd03", "_d8ffd03"), ("h200", "_priority_d8ffd03", "_d8ffd03"),
+    ("h200", "_ctas_d8ffd03", "_d8ffd03"), ("h200", "_ctas_ea62db9", "_ctas_ea62db9"),
 )]  # fmt: skip
 PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0dd75f", "pp4_4r_heavy_64k_4r_6af240d"))
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
@@ -230,7 +231,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
      both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
     ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
-    ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `d8ffd03` |",
+    ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `0c3bfa8` |",
      ALST4[0], alst),
     ("gathered as often, 4 steps | {:.2f} of plain | `720b9da` |", "h200x4/fsdp2_prolong_64k_4r.json",
      lambda r: (r["tokens_per_s_per_gpu"]["cad"] / r["tokens_per_s_per_gpu"]["plain"],)),
