@@ -12,7 +12,7 @@ fast, and plans leave attention where it is unless that makes a whole layer unev
 """
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,9 +118,8 @@ class Stretches:
 GAIN = 0.5
 """Share of a measured difference that is made up for at once. A choice: after five reports 97 % of what the first steps
 left, which compile, is forgotten."""
-SPEED_GAIN = 0.2
-"""The same of attention, a choice: costs are 1 to 3 % wrong about what a rank attends, which changes in each step. The
-first reports count for more: each as much as the one before, and what costs say as much as one."""
+REMEMBERED = 0.8
+"""What an older report of attention counts beside the next, a choice: costs are 1 to 3 % wrong, in each step anew."""
 PULL = 0.1
 """Share of the way to the mean by which each speed is moved, a choice. Else a wait that is not counted looks like slow
 attention, the rank gets less, waits longer, and looks slower still."""
@@ -145,9 +144,7 @@ class LayerTimes:
         self._waited: dict[int, Floats] = {}
         """[trainers] share of stretches."""
         self._attended: dict[int, Floats] = {}
-        """[2, trainers] seconds of attention that a micro-batch was planned to take at speed 1, and took."""
-        self._heard: Counter[int] = Counter()
-        """Reports of steps in which somebody attended."""
+        """[2, trainers] seconds that attention was planned to take at speed 1, and took: sums of weighted reports."""
         self._paused: dict[int, bool] = {}
 
     def report(self, model: int) -> Ints:
@@ -164,11 +161,10 @@ class LayerTimes:
         found = np.where(share > 0, waited + GAIN * (share - waited), 0.0)
         self._waited[model] = np.where((measured > 0).any(0), found, waited)
         attends = (speed > 0.0) & (load > 0.0)
-        self._heard[model] += bool(attends.any())
         if attends.any() and model in self._attended:
             # Sums, so that a rank with little attention, most of which is what starting it takes, changes little.
             sums, before = np.stack([load, load / np.where(attends, speed, 1.0)]), self._attended[model]
-            self._attended[model] = before + max(SPEED_GAIN, 1.0 / self._heard[model]) * attends * (sums - before)
+            self._attended[model] = np.where(attends, REMEMBERED * before + sums, before)
         elif attends.any():  # the first step compiles: it counts for nothing, and all are as fast as the costs say
             self._attended[model] = np.full((2, self._trainers), load.max())
 

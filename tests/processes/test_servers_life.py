@@ -61,14 +61,15 @@ def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     job.serve("first")
     job.launch_all(2, "until", "9", block=GOES_ON)
     job.wait_for("rank0", "step 2")
-    job.processes["first"].send_signal(signal.SIGKILL)
+    job.processes["first"].send_signal(signal.SIGTERM)
     job.wait_for("rank0", "server 2 ended: its process died. Training goes on with the trainers alone")
     job.serve("second")
     job.wait_for("rank0", "server 3 came. Training goes on with server 3")
     job.wait_for("second", "server 3 is up")
     (job.folder / "stop").touch()
     codes = job.ends("rank0")
-    assert codes.pop("first") == -signal.SIGKILL and set(codes.values()) == {0}
+    assert codes.pop("first") == 128 + signal.SIGTERM and set(codes.values()) == {0}
+    assert "ended: SIGTERM from the launcher or the user" in job.said("first")
     assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_cad.attention.backward import with_packed_heads
 from deepspeed_cad.attention.call import Calls, Released
 from deepspeed_cad.attention.device_schedule import upload_schedule
-from deepspeed_cad.attention.forward import ForwardServed
+from deepspeed_cad.attention.forward import ForwardServed, version_of
 from deepspeed_cad.attention.layer import LayerInput, whole_rank_tasks
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
@@ -137,6 +137,7 @@ RECOMPUTE = pytest.mark.parametrize("recompute", [False, True])
 @RECOMPUTE
 def test_output_changed_in_place_is_an_error(run: Callable[..., torch.Tensor], recompute: bool) -> None:
     """Training would go on with wrong gradients. What autograd itself holds it checks itself."""
+    assert version_of(torch.zeros(3)) > 0, "0 would mean that torch does not count"
     # The square is of use to autograd, so that a recompute does not end before the change.
     o = run(Layer([5, 3], Modes(recompute=recompute)), lambda o: o.flatten(2).mul_(2).square(), *inputs(8))
     by_autograd = recompute and run is run_whole

@@ -226,6 +226,9 @@ def test_options_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None
     assert run("--tensor", "8")["plain"]["seconds"]["collectives"] > usual["plain"]["seconds"]["collectives"]
     assert run("--model", "llama-34b")["plain"]["step_seconds"] > 2 * usual["plain"]["step_seconds"]
     assert run("--recompute-attention")["cad"]["seconds"]["attention"] > usual["cad"]["seconds"]["attention"]
+    given = str(Path(profiles.__file__).parent / "h200_flash_attn_4.json")
+    as_given = run("--machine", "a100", "--cost", given)["plain"]["seconds"]["attention"]
+    assert as_given == usual["plain"]["seconds"]["attention"], "not as many times as an A100 takes longer"
     several = run("--micro-batches", "4", "--pipeline", "4")
     assert several["plain"]["tokens"] > 0 and several["cad"]["peak"] > 0
 

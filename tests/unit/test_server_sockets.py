@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from deepspeed_cad.server import links as links_room
 from deepspeed_cad.server import sockets
 from deepspeed_cad.server.links import ServerLink, TrainerLinks
 from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE, Leader
+from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.sockets import Door, Frame, Inbox, Listener, encode
 
 Pair = tuple[socket.socket, socket.socket]
@@ -386,3 +388,12 @@ def test_a_stranger_has_so_much_time_and_one_of_many_no_place(
     monkeypatch.setattr(sockets, "GREET_S", 0.1)
     assert _ended(server.stranger(bytes(3)))
     server.talk(server.trainer(0))
+
+
+def test_a_server_that_fails_says_what_ended_its_trainers_else_its_own_reason() -> None:
+    links = mock.Mock(reason="trainer 1 died")
+    server = mock.Mock(_links=links)
+    assert _Server._explain(server, ValueError("of it")) == "trainer 1 died" and not server.liveness.report.called
+    links.reason = ""
+    assert _Server._explain(server, ValueError("of it")) == "ValueError: of it"
+    assert server.liveness.report.call_args == links.fail.call_args == mock.call("ValueError: of it")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.ahead.announced import Announcement, StepMessage
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Gathered
-from deepspeed_cad.ahead.step import StepAhead
+from deepspeed_cad.ahead.step import ORDERED, StepAhead
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
@@ -147,6 +148,14 @@ def test_a_forward_alone_is_even_in_what_it_costs() -> None:
 def test_steps_of_one_micro_batch_are_not_arranged_together() -> None:
     feed = mock.Mock(replicas=2, orders=True, deals=False, **{"shares.pieces": 0})
     assert StepAhead(feed).submit([]) is None and feed.end.called and not feed.next_step.called
+
+
+@pytest.mark.parametrize("count, said", [(1, ""), (2, ORDERED)])
+def test_documents_that_stay_are_called_ordered_where_there_is_an_order(count: int, said: str) -> None:
+    told = [StepMessage([Announcement(segments_from_positions([0, 1, 2]))] * count)] * 2
+    feed = mock.Mock(**{"shares.replica": 1, "plans.step_costs.return_value.work": np.ones(2 * count)})
+    moved, loaded = StepAhead(feed, count)._place((0, 0, 0), [{}] * count, told, None, {})
+    assert len(moved) == len(loaded) == count and feed.arranged == said
 
 
 class Loader(list[int]):

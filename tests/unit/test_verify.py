@@ -74,12 +74,14 @@ def test_windows_are_compared_in_blocks_of_rows(monkeypatch: Any, capfd: pytest.
     assert [one[0] for one in lines(capfd)] == ["1", "2"]
 
 
-def test_training_is_not_changed() -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_is_not_changed(autocast: bool) -> None:
     """Gradients and random numbers are those of a run that nobody verifies."""
     found = []
     for verify in (0, 2):
         torch.manual_seed(7)
-        model = train(torch.float64, verify=verify)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model = train(torch.float32 if autocast else torch.float64, verify=verify)
         found.append(([p.grad for p in model.parameters()], torch.rand(3)))
         close_session()
     for a, b in zip(found[0][0], found[1][0], strict=True):
