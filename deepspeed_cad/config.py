@@ -32,7 +32,6 @@ class CADConfig:
     servers: str | dict[str, Any] = "all"
     """Which ranks run attention. "all": every rank, beside its training work. {"reserved": 2}, {"ranks": [6, 7]},
     {"reserved_per_node": 1} or, from `deepspeed-cad serve`, {"joined": 2}: ranks that hold no model and only serve."""
-    trainers_serve: bool = True
     """With reserved servers: whether trainers serve too; `false` leaves all attention to the servers."""
     on_server_failure: str = "stop"
     """When a reserved server is lost. "stop": training ends with an error. "continue": trainers go on without it."""
@@ -166,7 +165,6 @@ _ALLOWED: dict[str, _Check] = {
         "ranks that differ",
         _is_servers,
     ),
-    "trainers_serve": _FLAG,
     "on_server_failure": _one_of("stop", "continue"),
     "tolerance": ("a number between 0 and 1, both excluded", lambda x: is_number(x) and 0 < x < 1),
     "granularity": ("a whole number of query rows, 1 or more", lambda x: _is_count(x, 1)),

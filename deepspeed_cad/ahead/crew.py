@@ -25,7 +25,6 @@ class Servers:
     at_start: int
     """That the job began with. Cuts into nano-batches are made for these: trainers learn of a change at different
     moments, and a cut must be the same on all of them."""
-    helpers: int
     open: Callable[[int, Layout, Ints | None], MicroBatchOrders] | None = None
     """Tells the servers of a micro-batch by its turn, its layout and its cut; None where another rank does."""
 
@@ -39,7 +38,7 @@ class Crew:
     hosts: np.ndarray | None = None
     """[ranks] number of each rank's host; None where there is one rank."""
     speeds: Floats | None = None
-    """[ranks] in attention, beside what costs say; 0 where a rank runs none. None: all are equal."""
+    """[ranks] in attention, beside what costs say; None: all are equal."""
     servers: Servers | None = None
     generation: int = 0
     calls: Callable[[Callable[[MicroBatch], None]], Calls] = lambda plan_again: Calls()

@@ -268,10 +268,9 @@ class Plans:
         ]
         # The slowest trainer is the one that servers and the others wait for.
         slowest = None if seconds is None else float(seconds.max())
-        servers, helpers = float(crew.servers.at_start or crew.servers.count), float(crew.servers.helpers)
+        servers, helpers = float(crew.servers.at_start or crew.servers.count), float(crew.trainers)
         if speeds is not None:
-            servers = float(speeds[crew.trainers :].sum())
-            helpers = float(speeds[: crew.trainers].sum()) if helpers else 0.0
+            helpers, servers = (float(part.sum()) for part in np.split(speeds, [crew.trainers]))
         return choose_interleaved_cut(layout, unit, kinds, servers, slowest, helpers)
 
     def say_once(self, text: str, say: Callable[[str], None] = logger.info) -> None:

@@ -24,9 +24,7 @@ class SessionFacts:
     """Among so many ranks the heads of each micro-batch are divided."""
     pieces: bool
     """Outside attention such ranks have pieces of its tokens (Ulysses)."""
-    servers: int
     servers_at_start: int
-    trainers_serve: bool
     transport: str
     """Empty where there is nothing to exchange; so `links`."""
     overlap: str
@@ -85,13 +83,7 @@ def last_line(facts: SessionFacts, reason: str) -> str:
 
 
 def _balance(facts: SessionFacts) -> str:
-    now, ranks = facts.statistics, facts.trainers + facts.servers
-    if facts.trainers_serve or not facts.servers:
-        return f"attention max/mean {now.imbalance_before:.2f} → {now.imbalance:.2f}"
-    # Statistics divide by the mean over all ranks; trainers attend without CAD only, servers with it only.
-    before, after = now.imbalance_before * facts.trainers / ranks, now.imbalance * facts.servers / ranks
-    runs = f"{counted(facts.servers, 'reserved server')} run{'s' * (facts.servers == 1)} all of it"
-    return f"attention max/mean {before:.2f} on trainers; {runs}{f', max/mean {after:.2f}' * (facts.servers > 1)}"
+    return f"attention max/mean {facts.statistics.imbalance_before:.2f} → {facts.statistics.imbalance:.2f}"
 
 
 def _means(facts: SessionFacts) -> str:
@@ -116,11 +108,6 @@ def _links(facts: SessionFacts) -> str:
 def unused_keys(config: CADConfig) -> list[str]:
     """Lines for keys that a user set and that do nothing in this run, or not on all ranks."""
     lines = []
-    if not config.trainers_serve and config.servers == "all":
-        lines.append(
-            '"trainers_serve" is false and does nothing: no rank is reserved, so every rank trains and serves. Reserve '
-            'servers ("servers"), or leave it out'
-        )
     reserved = config.servers != "all"
     if config.speeds is not None and not reserved:
         lines.append('"speeds" does nothing: no rank is reserved. In place ranks learn speeds while they train')

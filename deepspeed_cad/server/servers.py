@@ -108,21 +108,17 @@ class NoServers:
 class ReservedServers(NoServers):
     """Servers that are there until the job ends: what ends one ends all."""
 
-    def __init__(self, role: Split, trainers_serve: bool, liveness: Liveness, link: ServerLink) -> None:
-        self.role, self.trainers_serve, self.liveness, self.link = role, trainers_serve, liveness, link
+    def __init__(self, role: Split, liveness: Liveness, link: ServerLink) -> None:
+        self.role, self.liveness, self.link = role, liveness, link
         self.members = Members(0, role.trainers, tuple(range(role.trainers, role.ranks)))
         self.at_start = role.servers
 
     def crew(self, opened: Opened | None, speeds: Floats | None) -> Crew:
         """See NoServers; on the leader the crew also tells the servers."""
-        trainers, count, generation = self.role.trainers, len(self.members.servers), self.members.generation
+        count, generation = len(self.members.servers), self.members.generation
         speeds = None if speeds is None else speeds_of(self.members, speeds)
-        if count and not self.trainers_serve:
-            # A trainer of speed 0 hands over even its own rows, whatever that moves.
-            serves = np.repeat([0.0, 1.0], [trainers, count])
-            speeds = serves if speeds is None else serves * speeds
         leads = Leader(partial(self.link.tell, generation=generation)).open if self.role.rank == 0 and count else None
-        servers = Servers(count, self.at_start, trainers if self.trainers_serve else 0, leads)
+        servers = Servers(count, self.at_start, leads)
         return replace(super().crew(opened, speeds), servers=servers, generation=generation)
 
     def busy(self) -> tuple[float, float]:
@@ -148,7 +144,7 @@ class SurvivingServers(ReservedServers):
         self, meeting: Rendezvous, config: CADConfig, liveness: Liveness, link: ServerLink, device: torch.device
     ) -> None:
         """Those that the job began with. Collective over trainers."""
-        super().__init__(meeting.split, config.trainers_serve, liveness, link)
+        super().__init__(meeting.split, liveness, link)
         self.device, self.reporters = device, (self,)
         self.transports = config.transport, transports_of(config, device)
         self.came = 0
@@ -330,6 +326,6 @@ def join_servers(role: Split, config: CADConfig, device: torch.device) -> tuple[
     link = ServerLink(role.rank, connections, liveness, max(config.timeout_s / 2, LEAST_SILENT_S))
     servers = (
         SurvivingServers(meeting, config, liveness, link, device) if goes_on
-        else ReservedServers(role, config.trainers_serve, liveness, link)
+        else ReservedServers(role, liveness, link)
     )  # fmt: skip
     return servers, open_group(meeting, servers.members, liveness, device)

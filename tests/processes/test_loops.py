@@ -128,7 +128,6 @@ DEATHS = {
     "one trainer, a return": dying("return", trainers=1, servers=1),
     "one trainer, a backward": dying("backward dispatch served", trainers=1, servers=1),
     "one part": dying("backward dispatch served", block={"overlap": "local_first"}),
-    "trainers do not serve": dying("dispatch served", block={"trainers_serve": False}),
     # All waves of a pass run again, with others in the new plan.
     "second wave": dying("return", wave=1, block={"waves": 4}),
     "third wave of a backward": dying("backward return", wave=2, block={"waves": 4}),

@@ -10,7 +10,7 @@ from deepspeed_cad.errors import CADConfigError
 
 ALLOWED = [
     ("enabled", False), ("servers", {"reserved": 2}), ("servers", {"reserved_per_node": 1}), ("servers", {"joined": 3}),
-    ("servers", {"ranks": [0, 2]}), ("trainers_serve", False), ("tolerance", 0.99), ("granularity", 1),
+    ("servers", {"ranks": [0, 2]}), ("tolerance", 0.99), ("granularity", 1),
     ("overlap", "interleave"), ("transport", "nvlink"), ("kernel", "flash_attn_4"), ("recompute_attention", True),
     ("keep", "host"), ("cost", "profiles/mine.json"), ("links", {"inside": 300, "between": 0.0125}),
     ("speeds", "measure"), ("waves", 4), ("memory", 0.25), ("documents", "in_order"), ("forward_only", "balanced"),

@@ -269,7 +269,7 @@ def session() -> Iterator[Session]:
     """Planning for a trainer and a server on links of 1 GB/s, a nanosecond per pair."""
     opened = Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))
     opened.plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds", inside=1e9, between=1e9)
-    opened.plans.crew = Crew(1, None, None, None, Servers(1, 1, 1))
+    opened.plans.crew = Crew(1, None, None, None, Servers(1, 1))
     yield opened
     opened.close()
 

@@ -74,11 +74,9 @@ def test_where_servers_join_later_every_rank_of_the_launch_trains(monkeypatch: p
     assert role is not None and (role.trainers, role.servers, role.rank) == (2, 1, 1)
 
 
-@pytest.mark.parametrize("serve, helpers, speeds", [(False, 0, [0, 0, 1]), (True, 2, None)])
-def test_trainers_serve_beside_servers_where_they_may(serve: bool, helpers: int, speeds: list[int] | None) -> None:
+def test_the_first_trainer_tells_servers_of_micro_batches() -> None:
     link: Any = SimpleNamespace(tell=print)
     roles = [split({"reserved": 1}, torchrun(rank, [3]))[0] for rank in (0, 1)]
-    crew, other = (ReservedServers(role, serve, None, link).crew(None, None) for role in roles)  # type: ignore[arg-type]
-    assert crew.servers is not None and (crew.servers.count, crew.servers.helpers) == (1, helpers)
-    assert callable(crew.servers.open) and other.servers.open is None, "the first tells servers of micro-batches"
-    assert (None if crew.speeds is None else list(crew.speeds)) == speeds
+    first, other = (ReservedServers(role, None, link).crew(None, None).servers for role in roles)  # type: ignore[arg-type]
+    assert first is not None and (first.count, first.at_start) == (1, 1)
+    assert callable(first.open) and other is not None and other.open is None

@@ -94,7 +94,7 @@ def test_waves_where_links_between_hosts_carry_them(
     crew = plans.crew = Crew(4, transport, np.array(hosts))  # type: ignore[arg-type]
     plans.config = dataclasses.replace(session.config, **config)
     plan_of(session, LAYOUT, None, crew)
-    plan_of(session, LAYOUT, None, dataclasses.replace(crew, servers=Servers(0, 1, 0)))
+    plan_of(session, LAYOUT, None, dataclasses.replace(crew, servers=Servers(0, 1)))
     # Beside reserved servers only a number counts where linear layers have no times.
     assert [problem.waves for problem in asked] == [expected, (config.get("waves", 1),)]
 

@@ -101,17 +101,9 @@ def test_why_a_process_ended() -> None:
     assert [why_ended(one) for one in errors] == ["", "", "", "exit code no data", "KeyError", "KeyError: 'labels'"]
 
 
-@pytest.mark.parametrize("serve, servers, words", [
-    (True, 2, "attention max/mean 1.66 → 3.00"),
-    (False, 0, "attention max/mean 1.66 → 3.00"),
-    (False, 1, "attention max/mean 1.11 on trainers; 1 reserved server runs all of it"),
-    (False, 2, "attention max/mean 0.83 on trainers; 2 reserved servers run all of it, max/mean 1.50"),
-])  # fmt: skip
-def test_servers_that_do_all_are_named(serve: bool, servers: int, words: str) -> None:
-    changes = {"trainers": 2, "trainers_serve": serve, "servers": servers, "servers_at_start": servers}
-    facts = replace(train(0).facts(), **changes, statistics=Statistics(mean=1.0, slowest_before=1.66, slowest=3.0))
-    assert f", {words}, " in session_lines.summary(facts)
-    beside = f" beside {servers} reserved server{'s' * (servers > 1)}" if servers else ""
+@pytest.mark.parametrize("servers, beside", [(0, ""), (1, " beside 1 reserved server")])
+def test_servers_are_named(servers: int, beside: str) -> None:
+    facts = replace(train(0).facts(), trainers=2, servers_at_start=servers)
     assert session_lines.describe(facts).startswith(f"rank 0 of 2 attention servers{beside}, ")
 
 
@@ -138,9 +130,8 @@ SERVERS = {"servers": {"reserved": 1}}
 
 @pytest.mark.parametrize("block, text", [
     ({}, ""), ({**SERVERS, "speeds": "measure"}, ""), ({"keep": "host"}, ""),
-    ({**SERVERS, "trainers_serve": False}, ""), ({"speeds": "measure"}, '"speeds" does nothing: no rank is reserved'),
+    ({"speeds": "measure"}, '"speeds" does nothing: no rank is reserved'),
     ({"servers": {"joined": 1}, "on_server_failure": "continue"}, ""),
-    ({"trainers_serve": False}, '"trainers_serve" is false and does nothing: no rank is reserved'),
     ({**SERVERS, "keep": "host"}, '"keep" is "host" and does nothing on reserved servers: trainers park'),
     ({**SERVERS, "on_server_failure": "continue"}, '"on_server_failure" is "continue" and servers are part'),
 ])  # fmt: skip
@@ -150,8 +141,8 @@ def test_what_does_nothing_is_said(block: dict, text: str) -> None:
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
 def test_rank_0_warns_once(rank: int, count: int, caplog: pytest.LogCaptureFixture) -> None:
-    with closing(Session(CADConfig(trainers_serve=False), torch.device("cpu"))) as session:
-        assert caplog.text.count("trainers_serve") == 1
+    with closing(Session(CADConfig(speeds="measure"), torch.device("cpu"))) as session:
+        assert caplog.text.count('"speeds" does nothing') == 1
         session.rank = rank
         session.warn(["another", "another"])
         assert caplog.text.count("another") == count
