@@ -14,7 +14,7 @@ from deepspeed_cad.ahead.plan import SETTLED, Learned
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.waits import Waits
-from deepspeed_cad.feedback.layer_times import LayerTimes, Measured, Stretches, StretchTimes, middle
+from deepspeed_cad.feedback.layer_times import LayerTimes, Measured, Stretches, StretchTimes, _Stretch, middle
 from deepspeed_cad.layout import segments_from_cumulative
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
@@ -72,6 +72,18 @@ def test_a_gpu_that_waits_for_its_host_is_told(late: bool, monkeypatch: pytest.M
     here.begin(0, False)
     here.end(1, False)
     assert times.take() == (0.002, 0.0, late, 0.0, 0.0)
+
+
+def test_what_is_not_over_waits_for_the_next_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event(SimpleNamespace):
+        cuda_event, query, elapsed_time = None, lambda self: self.over, lambda self, end: 20.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times, begin, end = StretchTimes(), Event(over=True), Event(over=False)
+    times.add(_Stretch(begin, end, False, 10))
+    assert not any(times.take())
+    end.over = True
+    assert times.take().forward == 0.002
 
 
 def test_layers_that_compile_do_not_count_and_those_with_windows_hardly() -> None:

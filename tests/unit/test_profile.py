@@ -333,7 +333,9 @@ def _find(wanted: Any, took: list[float], deterministic: list[bool] | None = Non
 def test_speeds_are_relative_to_rank_0(monkeypatch: Any) -> None:
     timed: list[Any] = []
     monkeypatch.setattr(speed, "_time", lambda device, kernel, *how: timed.append(how) or 1.0)
-    assert _find("measure", [0.2, 0.4, 0.1]) == pytest.approx([1.0, 0.5, 2.0])
+    found = _find("measure", [0.2, 0.4, 0.1])
+    assert found == pytest.approx([1.0, 0.5, 2.0]) and speed.in_words(found) == "speeds 1 0.5 2, "
+    assert speed.in_words(np.ones(3)) == ""
     assert timed == [(TOKENS["cpu"], speed.REPEATS["cpu"], speed.BUDGET["cpu"])]
 
 
