@@ -239,10 +239,9 @@ class Session:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
         settle(binding.feed, model, "" if global_loss else NOT_STATED)
         says, engine = getattr(model, "gradient_accumulation_steps", lambda: 1), cast(Any, model)
-        if accumulation is None:
-            accumulation = int(says()) if callable(says) else 1
+        now = accumulation or (says if callable(says) else 1)
         trained = (lambda: int(engine.micro_steps)) if hasattr(model, "micro_steps") else None
-        return LookAheadLoader(loader, binding.feed, accumulation, trained, binding)
+        return LookAheadLoader(loader, binding.feed, now, trained, binding)
 
     # Statistics
 

@@ -165,7 +165,8 @@ def _why(session: Session | None) -> str:
 
 def _warn_unpacked(session: Session) -> None:
     statistics = session.statistics
-    if session.rank == 0 and statistics.imbalance_before < 1.02:
+    # Documents that are dealt out leave little to balance: that is what CAD gains.
+    if session.rank == 0 and statistics.imbalance_before < 1.02 and not any(feed.deals for feed in session.feeds):
         logger.warning(
             "deepspeed_cad: CAD is on and has nothing to balance: in %d micro-batches the slowest rank had %.3f times "
             "the mean attention. Rows are not packed (give position_ids that start again at each document; "

@@ -13,7 +13,6 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from deepspeed_cad.integrations.active import ActivationCheck, give_deepspeed
-from deepspeed_cad.integrations.callback import CADCallback
 from deepspeed_cad.integrations.prepared import refuse_accelerator
 from pydantic import BaseModel
 
@@ -60,10 +59,6 @@ class CADPlugin(BasePlugin):
         else:
             give_deepspeed(plugin.deepspeed_config, config, "the YAML of axolotl")
         ActivationCheck("the plugin of axolotl")
-
-    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
-        """What CAD saved goes into the final figures."""
-        return [CADCallback()] if _read(cfg).enabled else []
 
 
 def _read(cfg: Any) -> CADConfig:

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_cad.integrations.callback import CADCallback, estimate_savings
 from deepspeed_cad.integrations.forward_only import in_step, within, wrap_once
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
 from deepspeed_cad.integrations.structure import find_model
@@ -113,7 +112,7 @@ def _get_batch_samples(
     if new:
         settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
         # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
-        binding.feed.orders = not unknown_loss(self)
+        binding.feed.orders &= not unknown_loss(self)
     # Targets are counted before documents change ranks; their number over all ranks stays the same.
     samples = ahead.arrange(samples)
     if _may_read_ahead(self):
@@ -174,12 +173,9 @@ def _may_read_ahead(trainer: Any) -> bool:
 
 def _log(original: Callable[..., Any], self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     # Evaluation has other keys.
-    binding = _binding_of(self) if "loss" in logs or "train_runtime" in logs else None
-    if binding is not None and "loss" in logs:
+    binding = _binding_of(self) if "loss" in logs else None
+    if binding is not None:
         logs.update(binding.session.take_statistics("trainer").as_events())
-    if binding is not None and "train_runtime" in logs:
-        if any(isinstance(one, CADCallback) for one in self.callback_handler.callbacks):
-            logs.update(estimate_savings(binding))
     return original(self, logs, *args, **kwargs)
 
 

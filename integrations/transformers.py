@@ -41,6 +41,10 @@ from deepspeed_cad.shares import Replica
 
 logger = logging.getLogger("deepspeed_cad")
 
+# Also for models of a file (`torch.save`), whose config has our name.
+AttentionInterface.register(NAME, cad_attention)
+AttentionMaskInterface.register(NAME, cad_mask)
+
 
 class Binding:
     """CAD on one model: its hooks, its feed of micro-batches, and the attention it had before."""
@@ -97,15 +101,13 @@ class Binding:
         """Why state cannot travel with documents that span ranks; empty where it can."""
         whole = self.ways or batch_rope(decoder.config) or session.config.verify
         self.feed.cuts = not whole and session.config.overlap_used != "interleave"
-        AttentionInterface.register(NAME, cad_attention)
-        AttentionMaskInterface.register(NAME, cad_mask)
         self._switch(structure.text_part(model))
         if decoder is not model:
-            model.register_forward_pre_hook(_hook(self, "model", Binding._before_model), with_kwargs=True)
-            model.register_forward_hook(_hook(self, "model", Binding._after_model), always_call=True)
+            model.register_forward_pre_hook(_Hook(self, "model", Binding._before_model), with_kwargs=True)
+            model.register_forward_hook(_Hook(self, "model", Binding._after_model), always_call=True)
         self._hooks = (
-            decoder.register_forward_pre_hook(_hook(self, "decoder", Binding._before_decoder), with_kwargs=True),
-            decoder.register_forward_hook(_hook(self, "decoder", Binding._after_decoder), always_call=True),
+            decoder.register_forward_pre_hook(_Hook(self, "decoder", Binding._before_decoder), with_kwargs=True),
+            decoder.register_forward_hook(_Hook(self, "decoder", Binding._after_decoder), always_call=True),
         )
         if session.config.overlap_used == "interleave":
             interleave(decoder)
@@ -325,14 +327,21 @@ class Binding:
         return no_rows(output) if scope.empty else None
 
 
-def _hook(binding: Binding, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook on the bound model or decoder. On a copy of it (a DPO reference) the hook does nothing."""
+class _Hook:
+    """A hook on the bound model or decoder. On a copy of it (a DPO reference), or of a file, the hook does nothing."""
+
+    def __init__(self, binding: Binding | None = None, part: str = "", run: Callable[..., Any] | None = None) -> None:
+        self._binding, self._part, self._run = binding, part, run
 
     @torch.compiler.disable
-    def hook(module: torch.nn.Module, *given: Any) -> Any:
-        return run(binding, module, *given) if module is getattr(binding, part)() and not binding.comparing else None
+    def __call__(self, module: torch.nn.Module, *given: Any) -> Any:
+        binding = self._binding
+        if binding is None or self._run is None or module is not getattr(binding, self._part)() or binding.comparing:
+            return None
+        return self._run(binding, module, *given)
 
-    return hook
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = None) -> Binding:

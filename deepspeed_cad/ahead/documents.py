@@ -173,7 +173,11 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
     values = _numpy(given)
     values = values.astype(np.int8) if values.dtype == bool else values
     if values.shape != (batch, width):
-        raise CADDataError(f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]")
+        longer = values.ndim == 2 and values.shape[1] > width
+        before = ": a prefix (PEFT's prefix tuning) or a KV cache stands before its tokens, which CAD cannot train with"
+        raise CADDataError(
+            f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]{before if longer else ''}"
+        )
     wrong = np.argwhere((values < padding) | (values != np.floor(values)))
     if len(wrong):
         row, column = wrong[0]

@@ -60,7 +60,8 @@ class Feed:
         self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
         self._epoch = self._index = self._step = self._asked = 0
         self._forwards = self._looks = 0
-        self._given_out = 0
+        self._given_out = self._earlier = 0
+        """Micro-batches that the loop drew and did not train yet, and of how many it may have passed over."""
         self._at_once = 1
         """As many micro-batches this loop draws before it trains the first of them."""
         self._unannounced = 0
@@ -89,18 +90,19 @@ class Feed:
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
     def begin_epoch(self, at_once: int = 1) -> int:
-        """The loader starts again: what was announced but not trained is dropped, here and on other ranks. Gives the
+        """The loader starts again: what was announced but not given out is dropped, here and on other ranks. Gives the
         epoch's number. `at_once`: micro-batches of a step, which may be drawn before the first of them is trained."""
         self.break_off(self._epoch)
         self._epoch += 1
-        self._index = self._step = self._given_out = 0
+        self._index = self._step = 0
         self._at_once = max(self._at_once, at_once)
         return self._epoch
 
     def break_off(self, epoch: int) -> None:
-        """What was announced in this epoch is not trained any more."""
+        """What was announced in this epoch and not given out is not trained any more."""
         if epoch == self._epoch:
-            self._drop_next(len(self._ahead))
+            self._drop(self._given_out, len(self._ahead))
+            self._earlier = self._given_out
 
     def give_out(self) -> None:
         """The loader gives the training loop one more batch, if one is left that was announced."""
@@ -159,8 +161,8 @@ class Feed:
     @property
     def draws_more(self) -> bool:
         """Whether the training loop drew more micro-batches than it draws at once: it may have passed some over, as one
-        does that goes on from a checkpoint."""
-        return self._given_out > self._at_once
+        does that goes on from a checkpoint, or that broke off an epoch."""
+        return self._given_out > self._at_once or self._earlier > 0
 
     @property
     def over(self) -> str:
@@ -173,19 +175,21 @@ class Feed:
     def take(self, mine: Announcement | None) -> MicroBatch:
         """The planned micro-batch of this training forward. `mine` is None where it is the announced one, unread."""
         self._refuse_abandoned()
+        if mine is not None and self.draws_more:
+            drawn = enumerate(one for one, _ in islice(self._ahead, self._given_out))
+            same = sorted((one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local))
+            passed_over = same[0][1] if same else self._earlier
+            if self._earlier and len(same) > 1:  # which of the two it is shows in what comes after
+                self._earlier = max(self._earlier, same[1][1] + 1)
+            elif not passed_over:  # it reads its loader ahead of training
+                self._at_once = self._given_out
+            self._drop(0, passed_over)
         if not self._ahead:
             if mine is None:
                 raise CADError("no micro-batch was announced")
             return self._wait(self._gather_now(mine))
-        if mine is not None and self.draws_more:
-            drawn = enumerate(one for one, _ in islice(self._ahead, self._given_out))
-            same = [(one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local)]
-            passed_over = min(same, default=(False, 0))[1]
-            self._drop_next(passed_over)
-            if not passed_over:  # it reads its loader ahead of training
-                self._at_once = self._given_out
         announced, future = self._ahead.popleft()
-        self._unannounced, self._given_out = 0, max(self._given_out - 1, 0)
+        self._unannounced, self._given_out, self._earlier = 0, max(self._given_out - 1, 0), max(self._earlier - 1, 0)
         if mine is not None and not announced.local.same_as(mine.local):
             sizes = [f"{one.local.tokens} tokens in {len(one.local.begin)} documents" for one in (mine, announced)]
             self.fail(
@@ -315,10 +319,13 @@ class Feed:
         index, self._index = self._index, self._index + 1
         return index
 
-    def _drop_next(self, count: int) -> None:
-        """The announced micro-batches that come next will not be trained here: tell ranks that train one of them."""
-        dropped = [self._ahead.popleft()[1] for _ in range(count)]
-        self._given_out = max(self._given_out - count, 0)
+    def _drop(self, first: int, last: int) -> None:
+        """Announced micro-batches, counted from the next one, will not be trained here: tell ranks that train one."""
+        ahead = list(self._ahead)
+        dropped = [planned for _, planned in ahead[first:last]]
+        self._ahead = deque(ahead[:first] + ahead[last:])
+        self._given_out = min(self._given_out, first) + max(self._given_out - last, 0)
+        self._earlier = min(self._earlier, first) + max(self._earlier - last, 0)
 
         def job() -> None:
             if turns := [one.result().turn for one in dropped if one.done() and one.exception() is None]:

@@ -7,27 +7,28 @@ from typing import Any
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.step import Due, StepAhead
-from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.errors import CADConfigError, CADDataError
 
 
 class LookAheadLoader:
     """A loader that behaves like the one it wraps and announces each step while the one before it trains.
 
-    `accumulation`: micro-batches per optimizer step; those of one step may be given out in another order, or with
-    documents of other ranks (see step.py), those of different steps never are. `trained`: says how many
-    micro-batches were trained before an epoch starts, where steps go on from one epoch into the next (DeepSpeed).
-    `follower`: the model's binding, which may be looked at with the loader's batches instead of trained. `batches`: an
-    epoch of the loader that is under way; None: each iteration begins one."""
+    `accumulation`: micro-batches per optimizer step, or what says how many there are now; those of one step may be
+    given out in another order, or with documents of other ranks (see step.py), those of different steps never are.
+    `trained`: says how many micro-batches were trained before an epoch starts, where steps go on from one epoch into
+    the next (DeepSpeed). `follower`: the model's binding, which may be looked at with the loader's batches instead of
+    trained. `batches`: an epoch of the loader that is under way; None: each iteration begins one."""
 
     def __init__(
-        self, loader: Any, feed: Feed, accumulation: int = 1, trained: Callable[[], int] | None = None,
-        follower: Any = None, batches: Iterator[Any] | None = None,
+        self, loader: Any, feed: Feed, accumulation: int | Callable[[], int] = 1,
+        trained: Callable[[], int] | None = None, follower: Any = None, batches: Iterator[Any] | None = None,
     ) -> None:  # fmt: skip
         self._loader, self._feed, self._follower, self._batches = loader, feed, follower, batches
-        self._accumulation, self._trained = accumulation, trained
-        self._steps = StepAhead(feed, accumulation)
-        # A loader's state, which checkpoints hold, counts what was read and not what was trained.
+        self._says = accumulation if callable(accumulation) else lambda: accumulation
+        self._trained, self._steps = trained, StepAhead(feed, self._says())
+        # Its state, or that of DeepSpeed's sampler, which checkpoints hold, counts what was read, not what was trained.
         stateful = hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)
+        stateful = stateful or hasattr(getattr(loader, "data_sampler", None), "state_dict")
         self._reads_ahead = feed.read_ahead = bool(feed.config.look_ahead) and not stateful
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,23 +57,25 @@ class LookAheadLoader:
             while taken := source.take(1):
                 yield taken[0]
             return
-        epoch = self._feed.begin_epoch(self._accumulation)
+        self._steps.accumulation = self._says()
+        epoch = self._feed.begin_epoch(self._steps.accumulation)
         try:
             yield from self._by_step(source, given)
         finally:  # also where the script breaks off
             self._feed.break_off(epoch)
 
     def _by_step(self, source: Source, given: int) -> Iterator[Any]:
-        begun = (given if self._trained is None else self._trained()) % self._accumulation
-        step = self._submit(source, source.take(self._accumulation - begun))
+        begun = (given if self._trained is None else self._trained()) % self._steps.accumulation
+        step = self._submit(source, source.take(self._steps.accumulation - begun))
         while step is not None:
+            self._refuse_change()
             batches, step = step(), None
             following: list[Any] = []
             for i, batch in enumerate(batches):
                 if i < len(batches) - 1:
                     following += source.take(1)
                 else:
-                    following += source.take(self._accumulation - len(following))
+                    following += source.take(self._steps.accumulation - len(following))
                     step = self._submit(source, following)
                 source.given_out(last=step is None and i == len(batches) - 1)
                 self._feed.give_out()
@@ -83,6 +86,20 @@ class LookAheadLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value) if name.startswith("_") else setattr(self._loader, name, value)
+
+    def _refuse_change(self) -> None:
+        before, now = self._steps.accumulation, self._says()
+        if before != now and self._steps.together:
+            self._feed.fail(
+                CADConfigError(
+                    f"a step has {now} micro-batches and no longer {before}, but the one that begins was arranged with "
+                    'as many as before. Set "documents" to "in_order" where that changes inside an epoch'
+                )
+            )
+        self._steps.accumulation = now
 
     def _submit(self, source: Source, batches: list[Any]) -> Due | None:
         """The next step; None where the loader ended, which the other ranks are told, or failed."""

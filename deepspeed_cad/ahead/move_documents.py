@@ -125,7 +125,15 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
         elif not isinstance(value, bool):
             what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value).__name__})"
             return f'its field "{name}" {what} is not one value per token'
-    if "labels" in batch and "shift_labels" not in batch and not padded:
+    shifts = "labels" in batch and "shift_labels" not in batch
+    if shifts and batch["labels"].shape == shape:
+        labels = batch["labels"].to(ids.device)
+        if bool(((labels != ids) & (labels != IGNORED)).any()):
+            return (
+                "its labels are not the token ids at their places, so its loss may be another than that of the next "
+                'token (labels that are shifted already are "shift_labels")'
+            )
+    if shifts and not padded:
         if bool((batch["labels"][0, torch.from_numpy(local.offset[local.offset > 0]).to(ids.device)] != IGNORED).any()):
             return (
                 "its labels make the first token of a document a target of the document before; set it to -100 "

@@ -49,14 +49,19 @@ class StepAhead:
         feed.read_ahead = True
         self._said: set[str] = set()
 
+    @property
+    def together(self) -> bool:
+        """Whether the micro-batches of a step are arranged."""
+        feed = self.feed
+        more = feed.replicas > 1 and ((self.accumulation > 1 and feed.orders) or feed.deals)
+        return bool(more and feed.config.documents != "in_order" and not feed.shares.pieces)
+
     def submit(self, batches: list[Any], ended: bool = False) -> Due | None:
         """Announce a step's micro-batches, or begin to arrange them; None where there are none: the loader ended. Every
         rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`."""
         feed = self.feed
         # What all ranks do alike must not depend on how many micro-batches this one has.
-        together = feed.replicas > 1 and ((self.accumulation > 1 and feed.orders) or feed.deals)
-        together = together and feed.config.documents != "in_order" and not feed.shares.pieces
-        if not together or not all(_is_readable(batch) for batch in batches):
+        if not self.together or not all(_is_readable(batch) for batch in batches):
             for batch in batches:
                 announce(feed, batch)
             if not batches:
@@ -191,12 +196,13 @@ def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "
     """Decide whether documents of a model are dealt out before steps. `unknown`: why nobody knows that it gives the
     same; `"documents": "deal"` says that it does. `wrong`: why it would give something else. Empty where there is no
     such reason."""
-    asked = feed.config.documents
+    asked, random = feed.config.documents, find_random(model)
+    feed.orders = not random
     if feed.replicas == 1 or not feed.config.look_ahead or asked not in ("auto", "deal"):
         return
     if feed.shares.count > 1:
         wrong = "several ranks hold one micro-batch together (tensor parallelism, Ulysses)"
-    wrong, unknown = wrong or _find_company(model), unknown or find_random(model)
+    wrong, unknown = wrong or _find_company(model), unknown or random
     feed.deals = not wrong and (asked == "deal" or not unknown)
     remedy = "" if wrong else '; where that does not matter, "documents": "deal" deals them out'
     feed.stays = "" if feed.deals else f"documents stay on their ranks: {wrong or unknown}{remedy}"

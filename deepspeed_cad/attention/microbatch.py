@@ -182,7 +182,10 @@ class MicroBatch:
         call, recomputes = self._calls.get((layer, nano_batch)), in_backward()
         if call is None:
             if recomputes:
-                raise CADError(f"{label} runs in a backward, but did not in the forward of its micro-batch")
+                raise CADError(
+                    f"{label} runs in a backward, but did not in the forward of its micro-batch. Where a whole model is "
+                    "checkpointed, checkpoint its layers instead"
+                )
             call = self._calls[layer, nano_batch] = build()
         elif not recomputes:
             raise CADError(

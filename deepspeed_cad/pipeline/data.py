@@ -6,7 +6,7 @@ of transformers' collators. Out: pairs for DeepSpeed, with their documents.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,11 @@ class Reader:
     def __init__(self) -> None:
         self._ahead: deque[tuple[Any, deque[Loaded]]] = deque()
 
-    def peek(self, iterator: Iterator[Any] | None, count: int, has_loss: bool) -> list[Loaded] | None:
-        """The next micro-batches of a loader, which stay the next ones; None where it ends before."""
+    def peek(
+        self, iterator: Iterator[Any] | None, count: int, has_loss: bool, change: Callable[[Any], Any] | None = None
+    ) -> list[Loaded] | None:
+        """The next micro-batches of a loader, which stay the next ones; None where it ends before. `change`: makes of
+        what it gives what is trained (`set_batch_fn`)."""
         if iterator is None:
             raise CADDataError(
                 "this stage loads data and has none: pass data_iter to train_batch on the first and the last stage"
@@ -116,7 +119,7 @@ class Reader:
                 batch = next(iterator)
             except StopIteration:
                 return None
-            ahead.append(read_micro_batch(batch, has_loss))
+            ahead.append(read_micro_batch(change(batch) if change else batch, has_loss))
         return list(ahead)[:count]
 
     def drop(self, iterator: Iterator[Any] | None, count: int) -> None:

@@ -236,7 +236,7 @@ class PipelineBinding:
             return []
         has_loss = has_loss and self.engine.module.loss_fn is not None
         try:
-            return self._reader.peek(self.engine.data_iterator, count, has_loss)
+            return self._reader.peek(self.engine.data_iterator, count, has_loss, self.engine.batch_fn)
         except CADError as error:
             self.feed.fail(error)
 

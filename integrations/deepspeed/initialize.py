@@ -57,7 +57,7 @@ def initialize(
     binding = bind(engine.module, config, replica)
     if config.look_ahead and engine.training_dataloader is not None:
         engine.training_dataloader = loader = LookAheadLoader(
-            engine.training_dataloader, binding.feed, engine.gradient_accumulation_steps(), lambda: engine.micro_steps
+            engine.training_dataloader, binding.feed, engine.gradient_accumulation_steps, lambda: engine.micro_steps
         )
     report_statistics(engine, binding.session)
     logger.info("CAD is on: %s", binding.session.describe())

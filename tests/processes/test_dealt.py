@@ -158,7 +158,9 @@ STAYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ('"pixels" of shape (2, 5)', PACKED, {"pixels": torch.zeros(2, 5)}),
     ('"weight" of shape (1, 31)', PACKED, {"weight": torch.zeros(1, 31)}),
     ('"lengths" (list)', PACKED, {"lengths": [20, 12]}),
-    ("target of the document before", PACKED, {"labels": torch.ones(1, 32, dtype=torch.long)}),
+    ("target of the document before", PACKED, {"labels": PACKED["input_ids"]}),
+    ("its labels are not the token ids", PACKED, {"labels": PACKED["labels"].roll(-1)}),
+    ("its labels are not the token ids", PADDED, {"labels": PADDED["labels"].where(PADDED["labels"] < 0, 2)}),
     ("neither position_ids", PADDED, {"attention_mask": ...}),
     ("padded on the left", pad(DOCS, "left"), {}),
     ("its labels count where it is padded", PADDED, {"labels": PADDED["input_ids"]}),
@@ -321,6 +323,8 @@ def test_what_falls_on_tokens_at_random_is_found() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(given.pop("p", 0.0)))
         for name, value in given.items():
             setattr(model[0], name, value)
+        settle(feed := _feed("keep"), model)
+        assert feed.orders == (not find_random(model)), "in another order it would fall on other tokens, too"
         return find_random(model)
 
     assert found() == found(drop_last=True) == found(dropout=0.0) == ""

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from unittest import mock
 
@@ -117,6 +117,27 @@ def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> N
 @pytest.mark.parametrize("first, drawn, ahead", [(3, 1, 1), (0, 3, 1), (0, 3, 0)])
 def test_loops_may_pass_over_batches_or_draw_several(workers: WorkerPool, first: int, drawn: int, ahead: int) -> None:
     workers.run(_passes_over, 2, first, drawn, ahead)
+
+
+def _draws_ahead(rank: int, world: int) -> None:
+    """Over three epochs a loop holds one batch more than it trains; before, it looks at one, and trains another one."""
+    model = deepspeed_cad.apply(training.tiny_llama(), BLOCK).train()
+    documents = [training.documents([30 * step + 9, 40 * rank + 5], seed=10 * step + rank) for step in range(3)]
+    loader = deepspeed_cad.current_session().look_ahead([training.pack(one) for one in documents], model)
+    next(iter(loader))
+    training.loss_sum(model, training.pack(documents[2])).backward()
+    next(iter(loader))
+    held: Any = None
+    for pair in chain((one for _ in range(3) for one in zip(loader, documents)), [None]):
+        held, trained = pair, held
+        if trained is not None:
+            loss = training.loss_sum(model, trained[0])
+            loss.backward()
+            assert abs(float(loss.detach()) - training.alone(training.tiny_llama(), trained[1])[0]) < 1e-8
+
+
+def test_a_loop_may_draw_ahead_over_epochs(workers: WorkerPool) -> None:
+    workers.run(_draws_ahead, 2)
 
 
 def _engine(rank: int, world: int) -> None:

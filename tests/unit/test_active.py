@@ -78,14 +78,17 @@ def test_a_session_that_has_ended_is_no_problem(check, host, step) -> None:
     assert check.was_active and check.problem() == ""
 
 
-@pytest.mark.parametrize(("before", "rank", "warnings"), [(1.0, 0, 1), (1.5, 0, 0), (1.0, 1, 0)])
+@pytest.mark.parametrize(
+    ("before", "rank", "deals", "warnings"),
+    [(1.0, 0, False, 1), (1.5, 0, False, 0), (1.0, 1, False, 0), (1.0, 0, True, 0)],  # what is dealt out is even
+)
 def test_rows_that_are_not_packed_are_told_once_by_rank_0(
-    check, host, step, caplog, before: float, rank: int, warnings: int
+    check, host, step, caplog, before: float, rank: int, deals: bool, warnings: int
 ) -> None:
     host.open(before=before, rank=rank, micro_batches=15)
     step()
     assert not caplog.records
-    host.open(before=before, rank=rank, micro_batches=16)
+    host.open(before=before, rank=rank, micro_batches=16, feeds=[Namespace(deals=deals)])
     step()
     step()
     assert sum("has nothing to balance" in record.message for record in caplog.records) == warnings

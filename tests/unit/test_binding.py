@@ -1,6 +1,7 @@
 """The wires between a model of transformers and the core: hooks, mask function, attention function, refusals."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -90,9 +91,10 @@ def test_nothing_is_left_of_a_forward_that_raised() -> None:
     training.loss_sum(training.tiny_llama(), training.pack([torch.arange(5)])).backward()
 
 
-def test_a_copy_keeps_the_hooks_and_not_cad() -> None:
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_keeps_the_hooks_and_not_cad(make: Any) -> None:
     model, binding = bound()
-    twin = copy.deepcopy(model)
+    twin = make(model)
     twin(**batch())
     assert binding.forwards == 0 and find_binding(twin) is None
     assert binding.session.statistics.micro_batches == 0

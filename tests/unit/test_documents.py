@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"seq_idx": NUMBERS, "attention_mask": (ON > 1).long()}, "seq_idx and attention_mask disagree: token 0",
     ),
     "a fraction": ({"attention_mask": NUMBERS / 2}, r"attention_mask\[0, 0\] is 0.5"),
-    "a mask of another size": ({"attention_mask": torch.ones(1, 17)}, r"shape \(1, 17\), but the micro-batch is"),
+    "a mask of another size": ({"attention_mask": torch.ones(1, 17)}, r"shape \(1, 17\), but .* a prefix"),
     "positions of another size": ({"position_ids": ON[:, 1:]}, r"position_ids has shape \(1, 15\)"),
     "positions below 0": ({"position_ids": ON - 1}, "positions start at 0"),
     "axes that begin above 0": (

@@ -1,4 +1,4 @@
-"""What the wrappers around Trainer and callbacks do by themselves: what is logged, and which loss is refused."""
+"""What the wrappers around Trainer do by themselves: what is logged, and which loss is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,27 +7,10 @@ import pytest
 import torch
 import training
 from deepspeed_cad.integrations import structure
-from deepspeed_cad.integrations.callback import estimate_savings
 from deepspeed_cad.integrations.positions import no_rows, plain_mask
 from deepspeed_cad.integrations.trainer import unknown_loss, wrong_loss
 from deepspeed_cad.integrations.verify import loss_of
 from transformers import Trainer
-
-from deepspeed_cad.report.statistics import Statistics
-
-
-def test_savings_are_those_of_all_layers() -> None:
-    """Six layers of two kinds: three of each, and the sums count one of each kind. Nothing where plans count pairs."""
-    figures = Statistics(micro_batches=4, slowest_before=6.0, slowest=4.5, mean=4.0)
-    session = SimpleNamespace(statistics=figures, cost=SimpleNamespace(unit="seconds"))
-    decoder = SimpleNamespace(layers=torch.nn.ModuleList(torch.nn.Identity() for _ in range(6)))
-    binding: Any = SimpleNamespace(
-        session=session, feed=SimpleNamespace(keys=["full", "windowed"]), decoder=lambda: decoder
-    )
-    names = "cad/saved_s", "cad/would_have_waited_s", "cad/still_waits_s"
-    assert estimate_savings(binding) == dict(zip(names, (3 * 1.5, 3 * 2.0, 3 * 0.5)))
-    session.cost.unit = "pairs"
-    assert estimate_savings(binding) == {}
 
 
 class OwnLoss(Trainer):

@@ -174,6 +174,8 @@ def test_what_was_read_ahead_outlives_evaluations() -> None:
         reader.peek(other, 1, False)
         reader.drop(other, 1)
     assert reader.peek(loader, 2, False) == ahead
+    (changed,) = reader.peek(iter([torch.arange(4)[None]]), 1, False, lambda ids: (ids + 1, None))
+    assert changed.pair[0].tolist() == [[1, 2, 3, 4]], "as by set_batch_fn"
 
 
 @pytest.mark.parametrize("state", ["state_dict", None])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from deepspeed_cad.ahead.step import ORDERED, StepAhead
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
-from deepspeed_cad.errors import CADDataError, CADPeerError
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADPeerError
 from deepspeed_cad.layout import Layout, segments_from_positions
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE
@@ -175,6 +175,25 @@ def test_a_step_that_began_before_it_was_announced_ends_where_it_should(monkeypa
     for _ in LookAheadLoader(Loader(range(6)), mock.Mock(), 2, follower=model):
         model.forwards += 1
     assert [len(call.args[0]) for call in submit.call_args_list] == [1, 2, 2, 0]
+
+
+@pytest.mark.parametrize("orders", [False, True])
+def test_a_step_of_another_size_is_refused_where_it_was_arranged(orders: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by an engine's `set_train_batch_size`; and who sets an attribute of the loader reaches the loader."""
+    monkeypatch.setattr(StepAhead, "submit", lambda self, batches, ended: (lambda: batches) if batches else None)
+    fails = mock.Mock(side_effect=CADConfigError)
+    feed = mock.Mock(replicas=2, orders=orders, deals=False, fail=fails, **{"shares.pieces": 0})
+    count, inner = [2], Loader(range(8))
+    loader = LookAheadLoader(inner, feed, lambda: count[0])
+    loader.post_process_func = count.clear
+    assert inner.post_process_func == count.clear and len(list(loader)) == 8  # type: ignore[attr-defined]
+    batches = iter(loader)
+    count[0] = next(batches) + 4
+    with pytest.raises(CADConfigError) if orders else nullcontext():
+        assert list(batches) == [1, 2, 3, 4, 5, 6, 7]
+    sampled = SimpleNamespace(data_sampler=SimpleNamespace(state_dict=dict))
+    LookAheadLoader(sampled, feed)
+    assert not feed.read_ahead, "what DeepSpeed's sampler counts is in checkpoints"
 
 
 def test_the_batch_that_is_said_to_be_the_last_is(monkeypatch: pytest.MonkeyPatch) -> None:
