@@ -183,8 +183,8 @@ class MicroBatch:
         if call is None:
             if recomputes:
                 raise CADError(
-                    f"{label} runs in a backward, but did not in the forward of its micro-batch. Where a whole model is "
-                    "checkpointed, checkpoint its layers instead"
+                    f"{label} runs in a backward, but did not in the forward of its micro-batch. Where a whole model "
+                    "is checkpointed, checkpoint its layers instead"
                 )
             call = self._calls[layer, nano_batch] = build()
         elif not recomputes:

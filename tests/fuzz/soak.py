@@ -1,39 +1,29 @@
 """A long training loop whose memory, threads, files and objects must not grow.
 
-    python tests/fuzz/soak.py --micro-batches 10000 --ranks 2
+    SOAK=10000 python -m pytest tests/processes/test_fuzz.py -k grows -s
 
 Every epoch has other documents, a loader of another length on each rank, a break before its end, evaluation, a forward
 without gradients, an exception that all ranks catch between forward and backward; every second one is checkpointed. So
-whatever is kept per micro-batch, layout, step or epoch shows. Ends with 1 if anything grew.
+whatever is kept per micro-batch, layout, step or epoch shows.
 """
 
-import argparse
 import ctypes
 import gc
 import os
-import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
-# As a script, this file's folder is in front: `fuzz` must be the package, not a file of it.
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 import torch.distributed as dist
 import training
-from pool import WorkerPool
 
 import deepspeed_cad
 
 EPOCH = 20
 """Micro-batches that each epoch trains."""
 BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 60.0, "forward_only": "balanced"}
-FEW = ("rss_mib", "threads", "files", "store_keys", "Tensor", "Future")
-"""What is printed of every sample."""
 RSS_MIB = 8
 """How much resident memory may grow after warming up: what allocators keep, not what 10,000 micro-batches would."""
 CAUGHT_AT = 7
@@ -127,27 +117,3 @@ def grown(samples: list[Sample]) -> list[str]:
         if high > low + (RSS_MIB if name == "rss_mib" else 0):
             found.append(f"{name}: {low} -> {high}")
     return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro-batches", type=int, default=10000)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=20)
-    given = parser.parse_args()
-    workers = WorkerPool()
-    try:
-        ranks = workers.run(soak, given.ranks, given.micro_batches, given.samples, timeout=3600.0)
-    finally:
-        workers.close()
-    bad = [f"rank {rank}: GREW {line}" for rank, samples in enumerate(ranks) for line in grown(samples)]
-    for rank, samples in enumerate(ranks):
-        for one in samples:
-            print(f"rank {rank}: { {name: one[name] for name in FEW} }")
-        print(f"rank {rank}: {dict(sorted(samples[-1].items()))}")
-    print("\n".join(bad) or "nothing grew")
-    return int(bool(bad))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

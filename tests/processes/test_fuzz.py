@@ -1,5 +1,6 @@
 """Fuzz and soak, as short as CI has time for; both by hand for longer: docs/testing.md."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,9 @@ def test_random_loops(workers: WorkerPool) -> None:
 
 @pytest.mark.long
 def test_nothing_grows(workers: WorkerPool) -> None:
-    for rank, samples in enumerate(workers.run(soak, 2, 240, 12, timeout=120.0)):
+    count = int(os.environ.get("SOAK", 240))
+    for rank, samples in enumerate(workers.run(soak, 2, count, 12, timeout=120.0 + count)):
+        print(*(f"rank {rank}: {one}" for one in samples), sep="\n")
         assert not grown(samples), (rank, grown(samples))
 
 
