@@ -32,7 +32,6 @@ class CADConfig:
     servers: str | dict[str, Any] = "all"
     """Which ranks run attention. "all": every rank, beside its training work. {"reserved": 2}, {"ranks": [6, 7]},
     {"reserved_per_node": 1} or, from `deepspeed-cad serve`, {"joined": 2}: ranks that hold no model and only serve."""
-    """With reserved servers: whether trainers serve too; `false` leaves all attention to the servers."""
     on_server_failure: str = "stop"
     """When a reserved server is lost. "stop": training ends with an error. "continue": trainers go on without it."""
     tolerance: float = 0.05

@@ -174,7 +174,7 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
     values = values.astype(np.int8) if values.dtype == bool else values
     if values.shape != (batch, width):
         longer = values.ndim == 2 and values.shape[1] > width
-        before = ": a prefix (PEFT's prefix tuning) or a KV cache stands before its tokens, which CAD cannot train with"
+        before = "; with CAD neither a prefix (PEFT's prefix tuning) nor a KV cache may stand before its tokens"
         raise CADDataError(
             f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]{before if longer else ''}"
         )

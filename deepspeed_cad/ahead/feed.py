@@ -90,18 +90,19 @@ class Feed:
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
     def begin_epoch(self, at_once: int = 1) -> int:
-        """The loader starts again: what was announced but not given out is dropped, here and on other ranks. Gives the
-        epoch's number. `at_once`: micro-batches of a step, which may be drawn before the first of them is trained."""
-        self.break_off(self._epoch)
+        """The loader starts again: what was announced but not trained is dropped, here and on other ranks, but for what
+        the loop drew to the end of epochs before. Gives the epoch's number. `at_once`: micro-batches of a step, which
+        may be drawn before the first of them is trained."""
+        self._drop(self._earlier, len(self._ahead))
         self._epoch += 1
         self._index = self._step = 0
         self._at_once = max(self._at_once, at_once)
         return self._epoch
 
-    def break_off(self, epoch: int) -> None:
-        """What was announced in this epoch and not given out is not trained any more."""
+    def end_epoch(self, epoch: int, whole: bool) -> None:
+        """What was announced in this epoch is not trained any more; but what the loop drew may be, of a `whole` one."""
         if epoch == self._epoch:
-            self._drop(self._given_out, len(self._ahead))
+            self._drop(self._given_out if whole else 0, len(self._ahead))
             self._earlier = self._given_out
 
     def give_out(self) -> None:
@@ -161,7 +162,7 @@ class Feed:
     @property
     def draws_more(self) -> bool:
         """Whether the training loop drew more micro-batches than it draws at once: it may have passed some over, as one
-        does that goes on from a checkpoint, or that broke off an epoch."""
+        does that goes on from a checkpoint, or the last ones of an epoch."""
         return self._given_out > self._at_once or self._earlier > 0
 
     @property

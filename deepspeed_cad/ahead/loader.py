@@ -58,11 +58,12 @@ class LookAheadLoader:
                 yield taken[0]
             return
         self._steps.accumulation = self._says()
-        epoch = self._feed.begin_epoch(self._steps.accumulation)
+        epoch, whole = self._feed.begin_epoch(self._steps.accumulation), False
         try:
             yield from self._by_step(source, given)
+            whole = True
         finally:  # also where the script breaks off
-            self._feed.break_off(epoch)
+            self._feed.end_epoch(epoch, whole)
 
     def _by_step(self, source: Source, given: int) -> Iterator[Any]:
         begun = (given if self._trained is None else self._trained()) % self._steps.accumulation
@@ -88,7 +89,10 @@ class LookAheadLoader:
         return getattr(self.__dict__["_loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value) if name.startswith("_") else setattr(self._loader, name, value)
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
 
     def _refuse_change(self) -> None:
         before, now = self._steps.accumulation, self._says()
