@@ -197,7 +197,7 @@ class Feed:
                 CADDataError(
                     f"rank {self.rank}: the micro-batch that reached the model ({sizes[0]}) is not the one that the "
                     f'loader announced ({sizes[1]}). Set "look_ahead": 0 if batches are changed between loader and '
-                    "model, or fewer than a step's are skipped"
+                    "model, fewer than a step's are skipped, or batches of several loaders are trained in turn"
                 )
             )
         return self._wait(future)
