@@ -61,7 +61,7 @@ class Feed:
         self._epoch = self._index = self._step = self._asked = 0
         self._forwards = self._looks = 0
         self._given_out = self._earlier = 0
-        """Micro-batches that the loop drew and did not train yet, and of how many it may have passed over."""
+        """Micro-batches that the loop drew and did not train yet; of these, those of epochs that ended."""
         self._at_once = 1
         """As many micro-batches this loop draws before it trains the first of them."""
         self._unannounced = 0
@@ -178,13 +178,11 @@ class Feed:
         self._refuse_abandoned()
         if mine is not None and self.draws_more:
             drawn = enumerate(one for one, _ in islice(self._ahead, self._given_out))
-            same = sorted((one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local))
-            passed_over = same[0][1] if same else self._earlier
-            if self._earlier and len(same) > 1:  # which of the two it is shows in what comes after
-                self._earlier = max(self._earlier, same[1][1] + 1)
-            elif not passed_over:  # it reads its loader ahead of training
-                self._at_once = self._given_out
+            same = [(one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local)]
+            passed_over = min(same, default=(False, self._earlier))[1]
             self._drop(0, passed_over)
+            if not passed_over:  # it reads its loader ahead of training
+                self._at_once = self._given_out
         if not self._ahead:
             if mine is None:
                 raise CADError("no micro-batch was announced")
