@@ -173,11 +173,10 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
     values = _numpy(given)
     values = values.astype(np.int8) if values.dtype == bool else values
     if values.shape != (batch, width):
-        longer = values.ndim == 2 and values.shape[1] > width
-        before = "; with CAD neither a prefix (PEFT's prefix tuning) nor a KV cache may stand before its tokens"
-        raise CADDataError(
-            f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]{before if longer else ''}"
-        )
+        more = ""
+        if name == MASK and values.shape[-1] > width:
+            more = "; with CAD neither a prefix (PEFT's prefix tuning) nor a KV cache may stand before its tokens"
+        raise CADDataError(f"{name} has shape {values.shape}, but the micro-batch is [{batch}, {width}]{more}")
     wrong = np.argwhere((values < padding) | (values != np.floor(values)))
     if len(wrong):
         row, column = wrong[0]

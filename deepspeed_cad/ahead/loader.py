@@ -69,7 +69,7 @@ class LookAheadLoader:
         begun = (given if self._trained is None else self._trained()) % self._steps.accumulation
         step = self._submit(source, source.take(self._steps.accumulation - begun))
         while step is not None:
-            self._refuse_change()
+            self._read_accumulation()
             batches, step = step(), None
             following: list[Any] = []
             for i, batch in enumerate(batches):
@@ -94,7 +94,8 @@ class LookAheadLoader:
         else:
             setattr(self._loader, name, value)
 
-    def _refuse_change(self) -> None:
+    def _read_accumulation(self) -> None:
+        """A step that was arranged cannot get another number of micro-batches."""
         before, now = self._steps.accumulation, self._says()
         if before != now and self._steps.together:
             self._feed.fail(
