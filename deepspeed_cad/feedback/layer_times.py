@@ -120,6 +120,8 @@ GAIN = 0.5
 left, which compile, is forgotten."""
 REMEMBERED = 0.8
 """What an older report of attention counts beside the next, a choice: costs are 1 to 3 % wrong, in each step anew."""
+BELIEVED = 0.25
+"""What costs count beside the first report, a choice: GPUs of one host differ by up to 11 %, reports are 1 to 3 % wrong."""
 PULL = 0.1
 """Share of the way to the mean by which each speed is moved, a choice. Else a wait that is not counted looks like slow
 attention, the rank gets less, waits longer, and looks slower still."""
@@ -166,7 +168,7 @@ class LayerTimes:
             sums, before = np.stack([load, load / np.where(attends, speed, 1.0)]), self._attended[model]
             self._attended[model] = np.where(attends, REMEMBERED * before + sums, before)
         elif attends.any():  # the first step compiles: it counts for nothing, and all are as fast as the costs say
-            self._attended[model] = np.full((2, self._trainers), load.max())
+            self._attended[model] = np.full((2, self._trainers), BELIEVED / REMEMBERED * load.max())
 
     def seconds(self, model: int, backward: bool = True) -> Floats | None:
         """[trainers] seconds per token of one layer; None where not known, and while paused.

@@ -112,19 +112,20 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
 
 
 def test_speeds_are_learned_from_those_who_attend() -> None:
-    """Each report counts 0.8 of the next, by how much was attended, and a tenth is never believed."""
+    """Each report counts 0.8 of the next, by how much was attended, what costs say a quarter of the first, and a tenth is
+    never believed."""
     fast, slow, idle = [1.0, 1.0, 0.0, 6.0, 1.0], [1.0, 1.0, 0.0, 6.0, 0.5], [0.0, 0.0, 0.0, 1e-12, 1e9]
     everyone, nobody = _learners([fast, slow, idle]), _learners([idle] * 3)
     _meet(nobody)
     assert everyone[0].speeds(0).tolist() == nobody[0].speeds(0).tolist() == [1.0] * 3
-    for share in (0.0, 1 / 1.8, 1.8 / 2.44, 2.44 / 2.952):
+    for share in (0.0, 1 / 1.25, 1.8 / 2.0, 2.44 / 2.6):
         _meet(everyone)
         found = np.array([1.0, 1 / (1 + share), 1.0])
         assert all(one.speeds(0) == pytest.approx(0.9 * found + 0.1 * found.mean()) for one in everyone)
     assert everyone[0].speeds(1).tolist() == [1.0] * 3, "another model"
     slow[3] = 0.6
     _meet(everyone)
-    found[1] = (0.8 * 6 * 2.952 + 0.6) / (0.8 * 6 * (2.952 + 2.44) + 1.2)  # little attention tells little
+    found[1] = (0.8 * 6 * 2.6 + 0.6) / (0.8 * 6 * (2.6 + 2.44) + 1.2)  # little attention tells little
     assert everyone[0].speeds(0) == pytest.approx(0.9 * found + 0.1 * found.mean())
     slow[2] = 1.0
     _meet(everyone)
