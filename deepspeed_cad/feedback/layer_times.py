@@ -121,7 +121,7 @@ left, which compile, is forgotten."""
 REMEMBERED = 0.8
 """What an older report of attention counts beside the next, a choice: costs are 1 to 3 % wrong, in each step anew."""
 BELIEVED = 0.25
-"""What costs count beside the first report, a choice: GPUs of one host differ by up to 11 %, reports are 1 to 3 % wrong."""
+"""What costs count beside the first report, a choice: GPUs of one host differ by up to 11 %, reports by 1 to 3 %."""
 PULL = 0.1
 """Share of the way to the mean by which each speed is moved, a choice. Else a wait that is not counted looks like slow
 attention, the rank gets less, waits longer, and looks slower still."""

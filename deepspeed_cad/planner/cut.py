@@ -83,8 +83,6 @@ def choose_interleaved_cut(
         helpers: trainers that serve where servers have no time, the sum of their speeds."""
     tokens = layout.tokens
     unit = np.maximum(unit, 1)
-    if not len(layout.segments) or not layout.can_cut(_at(0.5, tokens, unit)):
-        return None
     known, each = (kinds, linear or 0.0) if kinds else ([PlanLayers(PAIRS, None, 1)], 0.0)
     seg = layout.segments
 

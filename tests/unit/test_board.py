@@ -218,6 +218,7 @@ def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker_room, "TELL_S", 60.0)
     assert worker.run(lambda: "quick") == "quick" and not told
     worker.close()
+    assert not worker._thread.is_alive()
 
 
 NCCL_SAID = (

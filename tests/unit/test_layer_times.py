@@ -14,7 +14,7 @@ from deepspeed_cad.ahead.plan import SETTLED, Learned
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.waits import Waits
-from deepspeed_cad.feedback.layer_times import LayerTimes, Measured, Stretches, StretchTimes, _Stretch, middle
+from deepspeed_cad.feedback.layer_times import MOST, LayerTimes, Measured, Stretches, StretchTimes, _Stretch, middle
 from deepspeed_cad.layout import segments_from_cumulative
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.planner.cut import PlanLayers, choose_interleaved_cut
@@ -84,6 +84,9 @@ def test_what_is_not_over_waits_for_the_next_reading(monkeypatch: pytest.MonkeyP
     assert not any(times.take())
     end.over = True
     assert times.take().forward == 0.002
+    for _ in range(MOST + 1):
+        times.add(_Stretch(begin, end, False, 10))
+    assert len(times._stretches) == MOST, "where nobody reads them, memory does not grow"
 
 
 def test_layers_that_compile_do_not_count_and_those_with_windows_hardly() -> None:
@@ -112,8 +115,8 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
 
 
 def test_speeds_are_learned_from_those_who_attend() -> None:
-    """Each report counts 0.8 of the next, by how much was attended, what costs say a quarter of the first, and a tenth is
-    never believed."""
+    """Each report counts 0.8 of the next, by how much was attended, costs a quarter of the first; a tenth is never
+    believed."""
     fast, slow, idle = [1.0, 1.0, 0.0, 6.0, 1.0], [1.0, 1.0, 0.0, 6.0, 0.5], [0.0, 0.0, 0.0, 1e-12, 1e9]
     everyone, nobody = _learners([fast, slow, idle]), _learners([idle] * 3)
     _meet(nobody)

@@ -2,6 +2,7 @@
 outputs joined."""
 
 import contextlib
+import contextvars
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,19 @@ def test_settings_belong_to_a_part(enter: Callable[[], Any], ask: Callable[[], A
     assert other != before
     assert _run(lambda: part(True), lambda: part(False)) == ([other, other, before], [before] * 3)
     assert ask() == before
+
+
+def test_each_part_has_the_variables_of_the_caller_and_its_own_changes() -> None:
+    variable = contextvars.ContextVar("variable", default="nothing")
+    variable.set("outer")
+
+    def part(own: str) -> tuple[str, str]:
+        found = variable.get()
+        variable.set(own)
+        hand_over()
+        return found, variable.get()
+
+    assert _run(lambda: part("a"), lambda: part("b")) == (("outer", "a"), ("outer", "b")) and variable.get() == "outer"
 
 
 def test_hooks_around_both_parts_stay_where_they_are() -> None:

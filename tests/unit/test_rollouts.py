@@ -9,7 +9,7 @@ import pytest
 from deepspeed_cad.cli import main
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.compare import compare
-from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, deal_by_length
+from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, deal_by_length, layouts
 from deepspeed_cad.forecast.setting import SHAPES
 from deepspeed_cad.planner.question import read_cost
 from deepspeed_cad.profiles.profile import SHIPPED
@@ -43,6 +43,7 @@ def test_rollouts_are_dealt_out_as_trainers_do_it(packing: str) -> None:
 def test_a_step_that_lacks_documents_is_left_out() -> None:
     rows = Rows(100, "by_length", 1, 2)
     assert [len(list(deal_by_length([9] * count, 2, rows))) for count in (3, 4, 7, 8)] == [0, 1, 1, 2]
+    assert [len(list(layouts([9] * count, 2, Rows(100, "none", 1, 2), 1))) for count in (3, 4, 7, 8)] == [0, 1, 1, 2]
 
 
 def test_passes_add_up_and_servers_are_left_out() -> None:

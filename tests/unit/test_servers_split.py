@@ -66,6 +66,12 @@ def test_without_a_launcher() -> None:
         split({"reserved": 1}, {})
 
 
+def test_a_launcher_that_does_not_count_hosts() -> None:
+    each = [torchrun(rank, [2] * 3).items() for rank in range(6)]
+    roles = [split({"reserved_per_node": 1}, {k: v for k, v in one if "GROUP" not in k})[0] for one in each]
+    assert [(one.rank, one.servers) for one in roles] == [(rank, 3) for rank in (0, 3, 1, 4, 2, 5)]
+
+
 def test_where_servers_join_later_every_rank_of_the_launch_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     for name, value in torchrun(1, [2]).items():

@@ -31,11 +31,11 @@ class Rank:
     def __init__(self, store: dist.Store, rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.liveness, self.trained, self.exchanges, self.over = Liveness(store, rank, ranks), 0, 0, ""
         self.gatherer: Any = SimpleNamespace(begun=0, inside=None)
-        worker: Any = SimpleNamespace(is_idle=True, training_thread=0)
+        self.worker: Any = SimpleNamespace(is_idle=True, training_thread=0)
         monkeypatch.setattr(room, "start_daemon", lambda *_: threading.Thread())
         feeds: Any = [SimpleNamespace(over=""), self]
         self.at = Whereabouts(
-            self.liveness, self.gatherer, worker, feeds, lambda: self.exchanges, lambda: self.trained, 400.0
+            self.liveness, self.gatherer, self.worker, feeds, lambda: self.exchanges, lambda: self.trained, 400.0
         )
         self.monkeypatch = monkeypatch
 
@@ -144,6 +144,8 @@ def test_what_a_rank_had_begun_is_waited_for(
     ranks[1].exchanges, ranks[1].gatherer.begun = 4, 9
     ranks[1].at.leave("KeyError: 'labels'" if failed else "")
     found = ranks[0].liveness.why_hopeless(exchange, collective)
+    ranks[0].gatherer.begun, idle_after = 7, ranks[0].liveness.idle_after
+    assert idle_after() == 7 and [setattr(ranks[0].worker, "is_idle", False), idle_after()] == [None, None]
     how = "with KeyError: 'labels'" if failed else "without an error"
     assert bool(found) == hopeless and (not found or f"rank 1 stopped: its process ended {how} after 0" in found)
 
