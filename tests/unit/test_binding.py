@@ -3,12 +3,13 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import training
-from deepspeed_cad.integrations import functions
+from deepspeed_cad.integrations import functions, trainer
 from deepspeed_cad.integrations import transformers as room
 from deepspeed_cad.integrations.positions import one_row
 from deepspeed_cad.integrations.structure import find_decoder, find_model
@@ -47,6 +48,23 @@ def test_a_wrong_mask_stops_training(monkeypatch: pytest.MonkeyPatch, check: str
     with nullcontext() if off else pytest.raises(CADUnsupportedError, match="the model's own mask shows"):
         model(**batch())
     assert seen == ([] if off else [(43, None, 0), (43, None, 1)])
+
+
+def test_a_reference_that_cannot_be_read_attends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, given = training.tiny_llama().eval(), {**batch(), "use_cache": False}
+    with torch.no_grad():
+        expected = other(**given).logits
+        _, binding = bound()
+        monkeypatch.setattr(room, "read_documents", lambda _: exec("raise CADError('a mask')", {"CADError": CADError}))
+        assert torch.equal(other(**given).logits, expected) and other.model in binding.session.references
+
+
+def test_a_trainer_refuses_a_loader_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, seen = SimpleNamespace(accelerator=1, callback_handler=SimpleNamespace(train_dataloader=2)), list[Any]()
+    monkeypatch.setattr(trainer, "_binding_of", lambda _: bound({"look_ahead": 0})[1])
+    for name in ("refuse_accelerator", "refuse_loader"):
+        monkeypatch.setattr(trainer, name, seen.append)
+    assert trainer._get_batch_samples(lambda *_: seen.append("read"), one, iter([])) is None and seen == [1, 2, "read"]
 
 
 def test_a_model_that_bypasses_the_mask_function_is_refused() -> None:
