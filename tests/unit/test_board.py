@@ -56,6 +56,8 @@ def test_who_died_is_named_and_not_who_lost_it(monkeypatch: pytest.MonkeyPatch) 
         board[rank].report(f"{LOST} in the lengths")
     with pytest.raises(CADPeerError, match=r"rank 1 waited for the lengths: rank 3 died or hangs"):
         board[1].patiently(lambda: False, "the lengths")
+    board[3].report("out of memory")
+    assert "lengths: rank 3 stopped: out of memory. First" in str(board[1].explain("the lengths", RuntimeError()))
 
 
 def boards(ranks: int = 2, idle_after: int | None = 8) -> list[Liveness]:

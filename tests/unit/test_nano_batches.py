@@ -5,10 +5,13 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from deepspeed_cad.integrations import interleaved
 from deepspeed_cad.integrations.interleaved import CannotJoin, RowCut, why_not_twice
 from model_cases import tiny_model
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -195,6 +198,18 @@ def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at
         assert one is other is x
     else:
         assert one.shape[dim] == at and torch.equal(torch.cat([one, other], dim), x)
+
+
+@pytest.mark.parametrize(
+    "rank, servers, said", [(1, [], ""), (0, [], '"local_first" for int: why'), (0, [2], "reserved")]
+)
+def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, servers: list[int], said: str) -> None:
+    session = SimpleNamespace(rank=rank, servers=SimpleNamespace(at_start=servers))
+    binding, lines = Mock(session=session, decoder=lambda: 0), list[str]()
+    monkeypatch.setattr(interleaved, "notice", lines.append)
+    interleaved._refuse(binding, "why")
+    assert binding.in_turn == "why" and binding.feed.stays_whole.called
+    assert bool(lines) == bool(said) and said in "".join(lines)
 
 
 @pytest.mark.parametrize("change, says", [
