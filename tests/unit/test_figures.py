@@ -98,7 +98,7 @@ def served(*results: Any) -> list[float]:
 HEADLINE = ("h100x2/train_heavy_64k_2r_c42b19a.json", "h100x4/train_prolong_64k_4r_ca692e1.json")
 H200X4 = "h200x4/train_prolong_64k_4r_2026-11-21.json"
 EVEN, STREAM, HEAVY = (f"h100x4/train_{one}.json" for one in
-                       ("even_4k_4r_ca692e1", "stream_64k_4r_ca692e1", "heavy_64k_4r_4c379e8"))  # fmt: skip
+                       ("even_4k_4r_ca692e1", "stream_64k_4r_ca692e1", "heavy_64k_4r_05f7e7c"))  # fmt: skip
 SERVED = tuple(
     f"{gpu}x2/servers_{commit}_{mode}_{link}.json"
     for gpu, commit, link in (("h100", "c42b19a", "nvlink"), ("h200", "81c8253", "nvlink"), ("h100", "c42b19a", "host"),
@@ -199,7 +199,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |", "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
      both(over, over_kept)),
     ("nothing to gain | kept {:.2f} | `ca692e1` |", EVEN, both(over_kept)),
-    ("ships, over plain; over Ulysses | {:.2f}, kept {:.2f}; {:.2f}, kept {:.2f} | `4c379e8` |", HEAVY,
+    ("ships, over plain; over Ulysses | {:.2f}, kept {:.2f}; {:.2f}, kept {:.2f} | `05f7e7c` |", HEAVY,
      both(over, over_kept, of_ulysses, kept_of_ulysses)),
     ("each, 3 steps | {:.2f} of plain, kept {:.2f} | `aad1172` |", "h200x4/train_wlb_128k_4r_2026-11-21.json",
      both(over, over_kept)),
