@@ -63,9 +63,10 @@ class CADConfig:
     "auto": a thirty-second of the GPU's memory, and no more than training leaves free."""
     documents: str = "auto"
     """Before a step documents are dealt out to ranks ("deal"), stay there ("keep"), or in their order too ("in_order").
-    "auto": "deal" where that changes no loss (docs/steps.md), elsewhere "keep"."""
-    forward_only: str = "local"
-    """Forwards without backward: each rank attends its own documents ("local"), or all together ("balanced")."""
+    "auto": "deal" where that changes no loss (docs/steps.md), "keep" or "in_order" elsewhere."""
+    forward_only: str = "auto"
+    """Forwards without backward: each rank attends its own documents ("local"), or all together ("balanced"). "auto":
+    together where all ranks are known to run as many."""
     look_ahead: int = 1
     """How many steps ahead plans are made, in a background thread. 0: at the forward pass."""
     timeout_s: float = 300.0
@@ -194,7 +195,7 @@ _ALLOWED: dict[str, _Check] = {
     "waves": ('"auto" or a whole number from 1 to 8', lambda x: x == "auto" or (_is_count(x, 1) and x <= 8)),
     "memory": ('"auto" or a number of GiB above 0', lambda x: x == "auto" or (is_number(x) and x > 0)),
     "documents": _one_of("auto", "deal", "keep", "in_order"),
-    "forward_only": _one_of("local", "balanced"),
+    "forward_only": _one_of("auto", "local", "balanced"),
     "look_ahead": _one_of(0, 1),
     "timeout_s": ("a number of seconds above 0", lambda x: is_number(x) and x > 0),
     "trace": ('the path of a file to write, or "" for none', lambda x: isinstance(x, str)),

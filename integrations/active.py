@@ -129,7 +129,7 @@ class ProcessCheck(ActivationCheck):
         if model in self._known:
             return
         trained = model.training and torch.is_grad_enabled()
-        if not trained and (self.config.forward_only == "local" or generating.get()):
+        if not trained and (self.config.forward_only != "balanced" or generating.get()):
             return
         if _waits_for_group():
             self._forwards_without += trained

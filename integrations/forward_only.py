@@ -52,7 +52,7 @@ def wrap_once(owner: Any, name: str, run: Callable[..., Any]) -> None:
 def are_shared(binding: Binding, given: Mapping[str, Any]) -> bool:
     """Whether a forward without backward that is given this, and no cache, is run by all ranks together."""
     session, (even, looking) = binding.session, _even_batch.get()
-    if session.group_ranks == 1 or generating.get():
+    if session.group_ranks == 1 or generating.get() or session.config.forward_only == "local":
         return False
     of_even_loader = binding in looking and even is not None and even() is given.get("input_ids")
     return session.config.forward_only == "balanced" or in_step.get() or of_even_loader

@@ -6,6 +6,8 @@ the same forwards, and in an evaluation in which they have as many batches: thos
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -144,21 +146,33 @@ def wrong_loss(trainer: Any, count: Any) -> str:
             "the Trainer does not count the targets of a step (num_items_in_batch): the model takes no loss arguments, "
             "or batches have no labels"
         )
+    if getattr(trainer, "aux_loss_enabled", False):  # TRL's, whatever the model's config says
+        return "router_aux_loss_coef is set, and the router's auxiliary loss depends on which documents meet"
     if getattr(trainer.args, "label_smoothing_factor", 0):
         return "label_smoothing_factor is set: not every version of transformers divides that loss by all targets"
     return ""
 
 
+OF_A_STEP = ("compute_loss", "compute_loss_func", "training_step", "get_batch_samples", "_get_num_items_in_batch")
+"""What of a Trainer decides by what a loss is divided."""
+KNOWN = re.compile(r"(transformers|liger_kernel|torch|peft|accelerate|deepspeed|deepspeed_cad)\.")
+"""Who divides losses by what the Trainer says, the targets of all ranks, or leaves them as they are."""
+
+
 def unknown_loss(trainer: Any) -> str:
     """Why nobody knows that a Trainer gives the same where documents change ranks; empty where it is known."""
-    model = find_model(trainer.model)
-    for one, name in ((trainer, "compute_loss"), (model, "forward")):
-        owner = next(cls for cls in type(one).__mro__ if name in vars(cls))
-        if owner.__module__.partition(".")[0] != "transformers" and owner.__name__ != "SFTTrainer":
-            return f"{owner.__name__} computes a loss of its own, of which it is not known by what it is divided"
-    for one, name in ((trainer, "compute_loss_func"), (model, "_loss_function")):
-        if getattr(one, name, None) is not None:
-            return f"{name.strip('_')} is the script's own, of which it is not known by what it divides"
+    model, modules = find_model(trainer.model), dict(trainer.model.named_modules())
+    inner = next(name for name, one in modules.items() if one is model)
+    around = [one for name, one in modules.items() if not name or f"{inner}.".startswith(f"{name}.")]
+    # Not of the class: a method may be replaced, on it or on the object, and Accelerate wraps that of a model.
+    decide = [("forward", one.forward) for one in around] + [("loss_function", model.loss_function)]
+    decide += [("forward", hook) for one in around for hook in one._forward_hooks.values()]
+    for name, run in decide + [(name, getattr(trainer, name, None)) for name in OF_A_STEP]:
+        run = None if run is None else inspect.unwrap(run)  # some versions of transformers lack some
+        place, owner = (str(getattr(run, what, "")) for what in ("__module__", "__qualname__"))
+        of_trl = place.startswith("trl.") and (owner.startswith("SFTTrainer.") or name == "forward")
+        if run is not None and not of_trl and not KNOWN.match(f"{place}."):
+            return f"{owner or name} is not transformers' own: of its loss it is not known by what it is divided"
     if getattr(trainer.args, "neftune_noise_alpha", None):
         return "neftune_noise_alpha puts noise on tokens"
     return ""

@@ -99,6 +99,8 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or 0 in ids.shape:
         return "it has no input_ids of the shape [batch, tokens]"
+    if batch.get("output_router_logits"):
+        return "output_router_logits is on, and the router's auxiliary loss depends on which documents meet"
     shape, local = tuple(ids.shape), mine.local
     positions, mask = batch.get(POSITIONS), batch.get(MASK)
     padded = shape[0] > 1 or positions is None

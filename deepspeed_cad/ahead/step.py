@@ -193,11 +193,11 @@ class StepAhead:
 
 
 def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "") -> None:
-    """Decide whether documents of a model are dealt out before steps. `unknown`: why nobody knows that it gives the
-    same; `"documents": "deal"` says that it does. `wrong`: why it would give something else. Empty where there is no
-    such reason."""
+    """Decide whether documents of a model are dealt out before steps, and micro-batches put in order. `unknown`: why
+    nobody knows that this gives the same; `"documents": "deal"` says that both do, `"keep"` that the order does.
+    `wrong`: why dealing out would give something else. Empty where there is no such reason."""
     asked, random = feed.config.documents, find_random(model)
-    feed.orders = not random
+    feed.orders = not random and not (unknown and asked == "auto")
     if feed.replicas == 1 or not feed.config.look_ahead or asked not in ("auto", "deal"):
         return
     if feed.shares.count > 1:
@@ -213,6 +213,8 @@ def _find_company(model: torch.nn.Module) -> str:
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "output_router_logits", False):
             return "output_router_logits is on, and the router's auxiliary loss depends on which documents meet"
+        if getattr(config, "z_loss_coefficient", 0):
+            return "z_loss_coefficient is set, and that loss is a mean over a micro-batch"
         if kind := batch_rope(config):
             return f'rope_type "{kind}" rotates every document of a row by the longest one'
     return ""
@@ -229,9 +231,11 @@ def batch_rope(config: Any) -> str:
 def find_random(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
         values = {key: value for key, value in vars(module).items() if AT_RANDOM.search(key)}
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            values["p"] = module.p
+        if "Dropout" in type(module).__name__:
+            values["p"] = getattr(module, "p", 0.0)
         for key, value in values.items():
+            if isinstance(value, dict):  # PEFT's, by adapter
+                value = max((one for one in value.values() if isinstance(one, float)), default=0.0)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
                 return f"{name}.{key} is {value:g}, and would fall on other tokens".lstrip(".")
     return ""

@@ -271,6 +271,8 @@ def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int
     (False, "keep", [8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4], True),
     # Heavy ones of all ranks meet, in rank 0's order; not where documents span ranks.
     (True, "keep", [8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4], False),
+    # Nobody says what this loop's losses depend on.
+    (False, "auto", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
     (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
 ])  # fmt: skip
 def test_order_inside_steps(
@@ -293,6 +295,7 @@ def _feed(documents: str) -> Any:
 def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, deals: bool) -> None:
     feed = _feed(documents)
     settle(feed, torch.nn.Linear(2, 2), unknown, wrong)
+    assert feed.orders == (documents != "auto" or not unknown)
     assert feed.deals == deals and ("why" in feed.stays) == (not deals and documents in ("auto", "deal"))
     assert ('"documents": "deal"' in feed.stays) == (documents == "auto" and bool(unknown))
 
@@ -309,6 +312,10 @@ def test_a_router_loss_and_shared_micro_batches_stay() -> None:
     model.config = SimpleNamespace(output_router_logits=True)
     settle(feed, model)
     assert not feed.deals and "output_router_logits" in feed.stays
+    assert "router" in str(read_fields({"input_ids": torch.ones(1, 1), "output_router_logits": True}, None))  # type: ignore[arg-type]
+    model.config = SimpleNamespace(z_loss_coefficient=0.1)
+    settle(feed, model)
+    assert not feed.deals and "z_loss_coefficient" in feed.stays
     model.config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     settle(feed, model)
     assert not feed.deals and '"longrope"' in feed.stays
@@ -328,6 +335,7 @@ def test_what_falls_on_tokens_at_random_is_found() -> None:
         return find_random(model)
 
     assert found() == found(drop_last=True) == found(dropout=0.0) == ""
+    assert found(rank_dropout={"default": 0.0}) == "" and "is 0.2" in found(rank_dropout={"a": 0.0, "b": 0.2})
     assert found(p=0.5).startswith("1.p is 0.5") and found(router_jitter_noise=0.01).startswith("0.router_jitter")
 
 

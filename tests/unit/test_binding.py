@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import training
-from deepspeed_cad.integrations import functions, trainer
+from deepspeed_cad.integrations import forward_only, functions, trainer
 from deepspeed_cad.integrations import transformers as room
 from deepspeed_cad.integrations.positions import one_row
 from deepspeed_cad.integrations.structure import find_decoder, find_model
 
 import deepspeed_cad
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
@@ -57,6 +58,13 @@ def test_a_reference_that_cannot_be_read_attends_by_itself(monkeypatch: pytest.M
         _, binding = bound()
         monkeypatch.setattr(room, "read_documents", lambda _: exec("raise CADError('a mask')", {"CADError": CADError}))
         assert torch.equal(other(**given).logits, expected) and other.model in binding.session.references
+
+
+@pytest.mark.parametrize("value, together", [("auto", True), ("local", False), ("balanced", True)])
+def test_local_is_local(value: str, together: bool) -> None:
+    one: Any = SimpleNamespace(session=SimpleNamespace(group_ranks=2, config=CADConfig(forward_only=value)))
+    with forward_only.within(forward_only.in_step):
+        assert forward_only.are_shared(one, {}) == together
 
 
 def test_a_trainer_refuses_a_loader_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What the wrappers around Trainer do by themselves: what is logged, and which loss is refused."""
 
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ def trainer_with(kind: type, **changes: Any) -> Any:
     (Trainer, {"average_tokens_across_devices": False}, 5, "average_tokens_across_devices is off"),
     (Trainer, {}, None, "does not count the targets"),
     (Trainer, {"label_smoothing_factor": 0.1}, 5, "label_smoothing_factor is set"),
-    (OwnLoss, {}, 5, "OwnLoss computes a loss of its own"),
+    (OwnLoss, {}, 5, "OwnLoss.compute_loss is not transformers' own"),
 ])  # fmt: skip
 def test_why_a_loss_keeps_documents_where_they_are(kind: type, changes: dict[str, Any], count: Any, words: str) -> None:
     made = trainer_with(kind, **changes)
@@ -41,10 +42,44 @@ def test_the_trainers_own_loss_is_known() -> None:
     made = trainer_with(Trainer)
     assert wrong_loss(made, 5) == unknown_loss(made) == ""
     made.model.loss_function = print
-    assert "loss_function is the script's own" in unknown_loss(made)
+    assert "print is not transformers' own" in unknown_loss(made)
+    made = trainer_with(Trainer)
     made.compute_loss_func = print
-    assert "compute_loss_func" in unknown_loss(made)
+    assert "print is not" in unknown_loss(made)
     assert "neftune" in unknown_loss(trainer_with(Trainer, neftune_noise_alpha=5))
+
+
+def test_what_a_script_puts_around_a_model_may_have_a_loss() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.inner = torch.nn.ModuleList([model])
+            self.forward = model.forward
+
+    made, hooked = trainer_with(Trainer), trainer_with(Trainer)
+    made.model = torch.nn.Sequential(made.model)
+    assert unknown_loss(made) == ""
+    made.model = Wrapper(made.model[0])
+    assert unknown_loss(made) == "" and wrong_loss(made, 5) == ""
+    made.model.forward, made.aux_loss_enabled = lambda *given: None, True
+    assert "lambda" in unknown_loss(made) and "router" in wrong_loss(made, 5)
+    hooked.model.register_forward_hook(lambda module, args, output: None)
+    assert "lambda" in unknown_loss(hooked)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "training_step", "get_batch_samples", "_get_num_items_in_batch"])
+def test_a_loss_is_known_by_the_methods_that_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever class, replaced on it or on the trainer or model; what wraps them is looked through."""
+    named, on_it, on_model = (trainer_with(kind) for kind in (type("SFTTrainer", (OwnLoss,), {}), Trainer, Trainer))
+    assert "OwnLoss" in unknown_loss(named)
+    setattr(on_it, name, wraps(getattr(on_it, name))(lambda *_: None))
+    assert unknown_loss(on_it) == ""
+    setattr(on_it, name, print)
+    assert "print is not transformers' own" in unknown_loss(on_it)
+    on_model.model.forward = lambda *given: None
+    assert "lambda" in unknown_loss(on_model)
+    monkeypatch.setattr(Trainer, name, lambda *given: None)
+    assert "lambda" in unknown_loss(trainer_with(Trainer))
 
 
 @pytest.mark.parametrize(("backends", "device"), [("cpu:gloo,cuda:nccl", "cuda:3"), ("cpu:gloo", "cpu")])

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import training
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed_cad
 from deepspeed_cad.attention.forward import HeldByAutograd
@@ -53,3 +54,20 @@ def test_forwards_without_backward_leave_nothing_behind() -> None:
     gc.collect()
     assert not any(one() for one in dropped)
     assert session.statistics.micro_batches == 1 and session.statistics.imbalance == pytest.approx(1.0)
+
+
+def test_a_reference_inside_of_what_is_checkpointed() -> None:
+    model, other = (training.tiny_llama() for _ in range(2))
+    batch = training.pack(training.documents([40, 3], seed=5))
+    with torch.no_grad():
+        expected = other(**batch, use_cache=False).logits
+    deepspeed_cad.apply(model, {})
+    seen: list[torch.Tensor] = []
+
+    def answer(logits: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            seen.append(other.eval()(**batch, use_cache=False).logits)
+        return (logits * seen[-1]).sum()
+
+    checkpoint(answer, model.train()(**batch).logits, use_reentrant=False).backward()
+    assert len(seen) == 2 and all(torch.allclose(one, expected, atol=1e-12) for one in seen)
