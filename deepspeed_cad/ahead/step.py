@@ -64,7 +64,7 @@ class StepAhead:
         if not self.together or not all(_is_readable(batch) for batch in batches):
             for batch in batches:
                 announce(feed, batch)
-            if not batches:
+            if not batches or (ended and len(batches) < self.accumulation):
                 feed.end()
             return (lambda: batches) if batches else None
         at, keys, deals = feed.next_step(), dict(feed.keys), feed.deals

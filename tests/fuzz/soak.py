@@ -31,8 +31,7 @@ CAUGHT_AT = 7
 
 
 Sample = Counter[str]
-"""What a rank holds between two epochs: threads, files, keys of the job's store, MiB of memory; then objects by type:
-those of this package, futures, tensors."""
+"""What a rank holds between two epochs: threads, files, store keys, MiB of memory; then objects by type."""
 
 
 def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample]:
@@ -40,28 +39,27 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
     deepspeed_cad.apply(model, BLOCK).train()
     session = deepspeed_cad.current_session()
     data = _Data(rank)
-    loader = session.look_ahead(data, model, accumulation=2)
-    found: list[Sample] = []
-    epochs = -(-micro_batches // EPOCH)
+    loader = session.look_ahead(data, model, accumulation=2, global_loss=True)
+    epochs, found = -(-micro_batches // EPOCH), list[Sample]()
     every = max(1, epochs // samples)
-    for epoch in range(epochs):
-        data.epoch = epoch
-        if epoch % 2:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            model.gradient_checkpointing_disable()
+    for data.epoch in range(epochs):
+        checkpoint = model.gradient_checkpointing_enable if data.epoch % 2 else model.gradient_checkpointing_disable
+        checkpoint()
         for at, batch in enumerate(loader):
             if at == EPOCH:
                 break
             if at == 3:
-                _look(model, batch, epoch)
+                with torch.no_grad():
+                    training.loss_sum(model, batch)
+                    training.loss_sum(model.eval(), training.pack(training.documents([5 + data.epoch % 7, 9], at)))
+                    model.train()
             loss = training.loss_sum(model, batch)
             if at != CAUGHT_AT:
                 loss.backward()
             loss = None
             if at % 2:
                 model.zero_grad()
-        if epoch % every == every - 1:
+        if data.epoch % every == every - 1:
             # Nothing is announced, what the look-ahead has begun is over, plans that wait to be counted are counted.
             session.find_binding(model).feed.begin_epoch()
             session.worker.run(lambda: None)
@@ -70,14 +68,6 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
             found.append(_sample())
             dist.barrier()  # a rank that closes its session says so in the store
     return found
-
-
-def _look(model: torch.nn.Module, batch: dict[str, torch.Tensor], epoch: int) -> None:
-    with torch.no_grad():
-        training.loss_sum(model, batch)
-        model.eval()
-        training.loss_sum(model, training.pack(training.documents([5 + epoch % 7, 9], epoch)))
-        model.train()
 
 
 class _Data:

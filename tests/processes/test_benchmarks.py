@@ -57,18 +57,6 @@ def test_modes_train_the_same(tmp_path: Path) -> None:
     assert "| cad |" in run.stdout
 
 
-@pytest.mark.long
-def test_a_hybrid_with_its_rows_gathered_trains_the_same(tmp_path: Path) -> None:
-    run = torchrun(
-        2, "benchmarks/train_step.py", "--workload", "benchmarks/workloads/million_256k_2r.json", *TINY, "--scale",
-        "--model", "hybrid", "--layers", "4", "--tokens-per-rank", "256", "--mode", "cad,cad:gathered", "--steps", "1",
-        "--warmup", "1", "--repeats", "1", "--output", str(tmp_path),
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-4000:]
-    modes = json.loads(next(tmp_path.glob("*.json")).read_text())["modes"]
-    assert 0 < modes["cad:gathered"]["gradient_difference"] < 1e-5, "the same, by another way"
-
-
 def gpus(*words: str, script: str = "gpus", **variables: str) -> subprocess.CompletedProcess[str]:
     """benchmarks/gpus where there are none."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}

@@ -280,7 +280,8 @@ def test_order_inside_steps(
 ) -> None:
     (first, said), (second, nothing) = workers.run(_order, 2, spans, documents)
     assert (first, second, nothing) == (rank_0, rank_1, "")
-    assert said.startswith("CAD is on: 2 ranks") and ("compare losses of whole steps" in said) == told
+    assert "CAD is on: 2 ranks" in said and said.startswith("documents span ranks") == spans
+    assert ("compare losses of whole steps" in said) == told
 
 
 def _feed(documents: str) -> Any:

@@ -31,6 +31,9 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = 
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
+_loss.__module__ = "transformers.loss"  # a script's own would be of no known kind
+
+
 def _trainer(cad: dict[str, Any] | None, folder: str, padded: bool = False, **changes: Any) -> Any:
     from transformers import Trainer
     from transformers.loss.loss_utils import LOSS_MAPPING

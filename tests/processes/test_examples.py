@@ -93,16 +93,3 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
 def test_tokens_that_do_not_divide() -> None:
     done = _million("--tiny", "--tokens", "511")
     assert done.returncode != 0 and "--tokens 511: ranks hold equally many tokens" in done.stderr
-
-
-@pytest.mark.slow
-@ON_CPU
-@pytest.mark.long
-def test_a_hybrid_on_two_ranks_is_one_on_one() -> None:
-    """The document's state crosses ranks."""
-    losses = []
-    for ranks in (1, 2):
-        done = _million("--tiny", "--hybrid", ranks=ranks)
-        assert done.returncode == 0, done.stderr[-4000:]
-        losses.append(printed_losses(done.stdout))
-    assert losses[1] == pytest.approx(losses[0], abs=2e-5)

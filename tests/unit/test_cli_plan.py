@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -16,8 +15,7 @@ from plan_checks import check_coverage
 from test_compare_modes import made
 
 from deepspeed_cad import profiles
-from deepspeed_cad.cli import foresee, main, picture, progress
-from deepspeed_cad.cli.plan import add_arguments
+from deepspeed_cad.cli import foresee, main, picture
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.forecast.attention import WAIT
 from deepspeed_cad.forecast.compare import Comparison
@@ -179,22 +177,6 @@ def test_what_is_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "measured but for profile, matrix_flops, in_training: " in plan(capsys, *words, "--machine", "h100")[1]
     _, said = plan(capsys, *words, "--pipeline", "2", "--micro-batches", "4")
     assert "llama-8b, zero1, 2 stages, checkpointing" in said and "all logits at once in the last stage" in said
-
-
-def test_progress_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command that may take long says what it is at; here nothing is too short for a line."""
-    monkeypatch.setattr(progress, "QUIET", 0.001)
-    main(["plan", "long-mix", "--ranks", "8", "--steps", "2", "--modes", "plain,cad", "--json"])
-    shown = capsys.readouterr()
-    assert re.search(r"… CAD in place: step \d of 2, \d+ s\n", shown.err) and "…" not in shown.out
-
-
-def test_defaults_stand_in_help() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    for action in parser._actions:
-        if action.option_strings and action.default not in (None, False, argparse.SUPPRESS):
-            assert action.help and "default" in action.help and str(action.default) in action.help, action
 
 
 def test_bad_values_are_found_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from deepspeed_cad import session as sessions
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.waits import Busy
+from deepspeed_cad.layout import Layout
 from deepspeed_cad.report.session_lines import EVERY, advise
 from deepspeed_cad.session import Session
 from deepspeed_cad.trace import COMPUTE, STEP, Span, covered, find_idle, to_events
@@ -37,7 +38,7 @@ def test_it_is_said_once_and_not_of_the_first_micro_batches(monkeypatch: pytest.
     session = Session(CADConfig(), torch.device("cpu"))
     monkeypatch.setattr(session.servers, "at_start", 2)
     monkeypatch.setattr(session.servers, "busy", lambda: tuple(times))
-    micro_batch = SimpleNamespace(planned={}, loaded=np.ones(2), layout=SimpleNamespace(tokens=np.ones(2)))
+    micro_batch = SimpleNamespace(planned={}, loaded=np.ones(2), layout=Layout.from_rank_lengths([[1], [1]]))
 
     def train(busy: float, total: float) -> None:
         for _ in range(EVERY):
