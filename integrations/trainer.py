@@ -112,9 +112,10 @@ def _get_batch_samples(
         self.__dict__.pop(_AHEAD)
         return samples, count
     if new:
-        settle(binding.feed, self.model, unknown_loss(self), wrong_loss(self, count))
+        unknown = unknown_loss(self)
+        settle(binding.feed, self.model, unknown, wrong_loss(self, count))
         # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
-        binding.feed.orders &= not unknown_loss(self)
+        binding.feed.orders &= not unknown
     # Targets are counted before documents change ranks; their number over all ranks stays the same.
     samples = ahead.arrange(samples)
     if _may_read_ahead(self):
@@ -167,11 +168,12 @@ def unknown_loss(trainer: Any) -> str:
     # Not of the class: a method may be replaced, on it or on the object, and Accelerate wraps that of a model.
     decide = [("forward", one.forward) for one in around] + [("loss_function", model.loss_function)]
     decide += [("forward", hook) for one in around for hook in one._forward_hooks.values()]
-    for name, run in decide + [(name, getattr(trainer, name, None)) for name in OF_A_STEP]:
-        run = None if run is None else inspect.unwrap(run)  # some versions of transformers lack some
+    decide += [(name, getattr(trainer, name)) for name in OF_A_STEP if getattr(trainer, name, None) is not None]
+    for name, given in decide:
+        run = inspect.unwrap(given)
         place, owner = (str(getattr(run, what, "")) for what in ("__module__", "__qualname__"))
         of_trl = place.startswith("trl.") and (owner.startswith("SFTTrainer.") or name == "forward")
-        if run is not None and not of_trl and not KNOWN.match(f"{place}."):
+        if not of_trl and not KNOWN.match(f"{place}."):
             return f"{owner or name} is not transformers' own: of its loss it is not known by what it is divided"
     if getattr(trainer.args, "neftune_noise_alpha", None):
         return "neftune_noise_alpha puts noise on tokens"

@@ -43,8 +43,10 @@ def soak(rank: int, world: int, micro_batches: int, samples: int) -> list[Sample
     epochs, found = -(-micro_batches // EPOCH), list[Sample]()
     every = max(1, epochs // samples)
     for data.epoch in range(epochs):
-        checkpoint = model.gradient_checkpointing_enable if data.epoch % 2 else model.gradient_checkpointing_disable
-        checkpoint()
+        if data.epoch % 2:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
         for at, batch in enumerate(loader):
             if at == EPOCH:
                 break
