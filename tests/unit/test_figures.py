@@ -119,7 +119,7 @@ PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0d
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
 MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
-MILLION4, MILLION4_KEPT = (f"h200x4/train_million_256k_4r_{commit}.json" for commit in ("dfef9d5", "c81e1fe"))
+MILLION4, MILLION4_KEPT = (f"h200x4/train_million_256k_4r_{commit}.json" for commit in ("d9dea06", "c81e1fe"))
 WAVES = 'cad@{"keep":"host","memory":1.3}'
 
 KEEP = 'cad@{"keep":"host"}'
@@ -216,7 +216,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
      both(over_kept, attention_share)),
     ("documents are alike ({:.2f} of plain with attention kept),", EVEN, both(over_kept)),
-    ("fills all GPUs ({:.2f} of Ulysses with attention kept)", MILLION, both(kept_of_ulysses)),
+    ("fills all GPUs ({:.3f} to {:.3f} of Ulysses with attention kept)", (MILLION, MILLION4), both(kept_of_ulysses)),
     ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`c42b19a`), and {:.3f} on one H100",
      (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
      lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
@@ -226,7 +226,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
     ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
      both(kept_of_ulysses, kept_memory)),
-    ("tokens, likewise | kept {:.2f} of Ulysses; {:.2f} of its memory | `dfef9d5` |", MILLION4,
+    ("tokens, seven steps | kept {:.3f} of Ulysses; {:.2f} of its memory | `d9dea06` |", MILLION4,
      both(kept_of_ulysses, kept_memory)),
     ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
      both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
