@@ -195,7 +195,7 @@ def find_way(run: Run, whole: Whole, like: torch.Tensor, ways: list[Way]) -> tup
         for way in ways:
             try:
                 got, again, after = (run(way, borders, one) for one in (rows, rows, changed))
-                reason = _why_wrong(got, again, after, alone, _ALONE.get(like.dtype, 0.1))
+                reason = _why_wrong(got, again, after, alone, _ALONE[like.dtype])
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # what packages raise that do not know borders is of many kinds

@@ -169,8 +169,6 @@ def list_messages(runs: list[tuple[Ints, Ints]], sent: list[torch.Tensor], into:
 
 def _cut(slices: Ints, peer: int) -> Ints:
     """Where runs begin: slices with the same peer that follow each other in the server's buffer make one."""
-    if not len(slices):
-        return np.zeros(0, np.int64)
     before, after = slices[:-1], slices[1:]
     joined = (before[:, peer] == after[:, peer]) & (before[:, SERVER_ROW] + before[:, ROWS] == after[:, SERVER_ROW])
     return np.flatnonzero(np.concatenate([[True], ~joined]))

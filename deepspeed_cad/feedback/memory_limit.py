@@ -16,7 +16,6 @@ import torch
 
 from deepspeed_cad.layout import Ints
 
-PAUSED = -1
 SHARE = 1 / 32
 """Of a GPU's memory, with "auto". A choice: 4.4 GiB of an H200, more than 64K tokens of an 8B Llama need at once."""
 ALL = 1.0
@@ -39,7 +38,7 @@ class MemoryLimit:
     """The limit of one group; a Reporter."""
 
     columns = 2
-    """Most bytes (0: no limit), bytes that training leaves (0: not known yet; PAUSED)."""
+    """Most bytes (0: no limit), bytes that training leaves (0: nobody knows)."""
 
     def __init__(
         self,
@@ -65,9 +64,7 @@ class MemoryLimit:
         elif self.device.type == "cuda":
             left, whole = torch.cuda.mem_get_info(self.device)
             most = min(most, self.share * whole)
-            if self._pauses():
-                free = PAUSED
-            elif self._has_trained():
+            if self._has_trained() and not self._pauses():
                 # Kept by torch and needed by no step so far: given back where somebody else asks for it.
                 unused = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
                 free = max(1, int(max(left + unused + self.most_needed - MARGIN * whole, self.most_needed)))

@@ -66,6 +66,42 @@ def test_every_micro_batch_runs_once_and_after_what_it_needs(stages: int, count:
             assert len({m % buffers for m in held}) == len(held)
 
 
+@pytest.mark.parametrize("stages, count", [(1, 2), (2, 1), (2, 3), (3, 4), (4, 2)])
+def test_neighbours_exchange_what_each_needs_and_never_wait_in_a_circle(stages: int, count: int) -> None:
+    """A send blocks until its neighbour receives."""
+    left = []
+    for stage in range(stages):
+        *own, tied, reduced, optimized = itertools.chain(
+            *engines.LockstepSchedule(Rounds(stages, count), stage).steps()
+        )
+        assert [type(one).__name__ for one in (tied, reduced, optimized)] == [
+            "ReduceTiedGrads",
+            "ReduceGrads",
+            "OptimizerStep",
+        ]
+        ran = [one for one in own if isinstance(one, engines.ForwardTicks) and one.micro_batch is not None]
+        assert [one.buffer_id for one in ran] == [m % Rounds(stages, count).buffers(stage) for m in range(count)]
+        loads = [one.buffer_id for one in own if type(one).__name__ == "LoadMicroBatch"]
+        assert loads == ([one.buffer_id for one in ran] if stage in (0, stages - 1) else [])
+        moves = []
+        for at, one in enumerate(own):
+            verb, what = type(one).__name__[:4], type(one).__name__[4:]
+            if verb in ("Send", "Recv"):
+                kind = engines.ForwardTicks if what == "Activation" else engines.BackwardTicks
+                ticks = own[at::-1] if verb == "Send" else own[at:]
+                of = next(tick.micro_batch for tick in ticks if type(tick) is kind and tick.buffer_id == one.buffer_id)
+                moves.append((verb, what, of, stage + (1 if (verb == "Send") == (what == "Activation") else -1)))
+        left.append(moves)
+    while any(left):
+        met = [
+            (stage, to) for stage, (verb, what, of, to) in ((s, own[0]) for s, own in enumerate(left) if own)
+            if verb == "Send" and left[to] and left[to][0] == ("Recv", what, of, stage)
+        ]  # fmt: skip
+        assert met, left
+        for stage in met[0]:
+            del left[stage][0]
+
+
 @pytest.mark.parametrize("layers, ticks", [
     ([[FULL] * 3, [FULL] * 3], 3),
     ([[FULL] * 3, [FULL] * 2, []], 3),

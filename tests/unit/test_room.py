@@ -11,7 +11,7 @@ from deepspeed_cad.attention.layer import whole_rank_tasks
 from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_of_layers, rows_of_ticks
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, PAUSED, SHARE, MemoryLimit
+from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, SHARE, MemoryLimit
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.schedule import build_slices, waves
@@ -191,13 +191,15 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     one.hear(0, np.array([[100, 90], [100, 0], [100, 70]]))
     assert one.now.size == 100, "one rank does not know yet"
     trained.pauses = True
-    assert one.report(0)[1] == PAUSED
-    one.hear(0, np.array([[100, PAUSED], [100, 3]]))
+    assert one.report(0)[1] == 0
+    one.hear(0, np.array([[100, 0], [100, 3]]))
     assert one.now.size == 100
     one.lacks(50.0)
     assert one.report(0)[0] == 50
-    one.hear(0, np.array([[50, PAUSED], [50, 3]]))
+    one.hear(0, np.array([[50, 0], [50, 3]]))
     assert one.now.size == 50 and not one.now.most, "there was not more than that"
+    one.lacks(0.5)
+    assert one.report(0)[0] == 1, "0 would be no limit"
 
 
 def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +210,8 @@ def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypat
     trained.yes = True
     one.hear(0, np.array([one.report(0)]))
     assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0", 0.0)
+    gpu(monkeypatch, 0)
+    assert one.report(0)[1] == 1, "0 would be not known"
 
 
 def test_given_and_unlimited() -> None:
