@@ -129,7 +129,7 @@ def _sample(document: Ints, width: int, window: int | None, rng: np.random.Gener
     query[: len(chosen)], query[len(chosen) : 2 * len(chosen)] = starts[chosen], stops[chosen] - 1
     keys = [query, query - 1, query + 1, start, stop - 1, start - 1, stop, *rng.integers(start, stop, (2, len(query)))]
     if window is not None:
-        keys += [query - window - 1, query - window, query - window + 1]
+        keys += [query - window, query - window + 1]
     query, key = np.tile(query, len(keys)), np.concatenate(keys)
     query, key = (each[(key >= 0) & (key < len(document))] for each in (query, key))
     fine = (key // width == query // width) & (document[key] >= 0)

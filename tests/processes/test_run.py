@@ -2,6 +2,8 @@
 reserved server, whose trainers are dealt the same rows; and what is refused."""
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -49,12 +51,18 @@ def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, serv
     """The JSON for DeepSpeed has no "cad" block."""
     block = BLOCK | ({"servers": {"reserved": servers}} if servers else {})
     words = _launcher(way, 2 + servers, ["deepspeed_cad.run", "--cad", json.dumps(block)], tmp_path)
+    begin = time.perf_counter()
     found = trained(words, tmp_path, loop, "--json", "ds.json")
+    took = time.perf_counter() - begin
     assert_same(losses(found), plain)
     before, after = found["balance"]
     assert before > 1.2 and after < 1.05
     assert found["argv"][0] == SCRIPT and found["argv"][1 + ("--local_rank=0" in found["argv"])] == loop
-    assert not servers or f"server 2 is done: {STEPS} micro-batches served" in found["said"]
+    if servers:
+        said = re.search(
+            rf"server 2 is done: {STEPS} micro-batches served, (.*) s busy of (.*) s, at most", found["said"]
+        )
+        assert said and float(said[1]) <= float(said[2]) < took
     assert ("--local_rank=0" in found["argv"]) == (way == "deepspeed")
 
 

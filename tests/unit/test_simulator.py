@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
@@ -15,12 +16,16 @@ from deepspeed_cad.forecast.attention import PARTED, WAIT, end_of_passes, find_t
 from deepspeed_cad.forecast.bytes_held import (
     SAVED_HIDDEN,
     SAVED_MLP,
+    STATE_BYTES,
+    WHOLE_LOGITS,
     activation_bytes,
     landing_bytes,
+    loss_bytes,
     served_bytes,
     state_bytes,
 )
 from deepspeed_cad.forecast.machine import SHIPPED
+from deepspeed_cad.forecast.packing import NAMED
 from deepspeed_cad.forecast.schedule import non_attention, weight_seconds
 from deepspeed_cad.forecast.setting import ModelShape, StateLayers
 from deepspeed_cad.layout import Layout
@@ -57,6 +62,23 @@ def test_collectives_on_one_host_and_on_several() -> None:
     measured = Cluster(8, 4, own, collective_between=20.0)
     assert measured.all_to_all(800.0, 8) == pytest.approx(800 * 4 / 8 / 20 + 800 * 7 / 8 / 100)
     assert two.shares(8) == (3 / 8, 4 / 8)
+
+
+def test_layers_that_carry_state_are_as_measured() -> None:
+    """Eight layers of a Qwen3.5 of 8B sizes, six of them delta nets, without attention."""
+    run = json.loads((ROOT / "benchmarks/results/h200x2/hybrid_prolong_64k_2r_b064ed1.json").read_text())
+    measured = run["modes"]["bound_qkv"]
+    delta = StateLayers(6, 2, 4096 * (8192 + 2 * 4096 + 2 * 32), 8192, 4096, True)
+    own = Setting(replace(MODEL, layers=8, state=delta), Cluster(2, 2, Machine.load("h200")), COST)
+    found = modes.foresee_rows(own, "none", np.full((1, 2), 65536.0), np.zeros((2, 1, 2)), False)
+    assert found.seconds.total == pytest.approx(np.mean(measured["step_seconds"]), rel=0.01)
+    assert found.peak / 2**30 == pytest.approx(measured["peak_GiB"], rel=0.01)
+    # Without checkpointing six layers keep what their kernels take and give, beside the one at work.
+    held = [
+        activation_bytes(replace(own, checkpointing=False, model=one), 1e3)
+        for one in (own.model, replace(MODEL, layers=8))
+    ]
+    assert held[0] - held[1] == pytest.approx(1e3 * 7 * STATE_BYTES * (8192 + 4096))
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(2, WAIT), (3, 2 * WAIT), (9, PARTED)])
@@ -221,6 +243,28 @@ def test_state_is_sharded_as_the_stage_says() -> None:
     assert slow.seconds.optimizer > 10 * fast.seconds.optimizer and slow.seconds[:4] == fast.seconds[:4]
 
 
+def test_logits_of_the_loss_of_transformers() -> None:
+    """Bytes of a logit at most, counted in a step of a Llama: what a forward and backward allocate and free."""
+    transformers = pytest.importorskip("transformers")
+    peaks = []
+    for vocabulary in (4000, 8000):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = transformers.LlamaConfig(vocab_size=vocabulary, **sizes)
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.arange(512).unsqueeze(0)
+        with torch.profiler.profile(profile_memory=True) as seen:
+            model(input_ids=ids, labels=ids).loss.backward()
+        found = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore
+        peaks.append(np.cumsum([one.nbytes() for one in sorted(found, key=lambda one: one.start_ns())]).max())
+    # The gradient of the head, 16 bytes a word, is in it too.
+    assert (peaks[1] - peaks[0]) / 4000 / 512 == pytest.approx(WHOLE_LOGITS, abs=0.1)
+    own = setting(loss="whole")
+    assert loss_bytes(own) == WHOLE_LOGITS * MODEL.vocabulary and loss_bytes(setting()) == 0.0
+    large = replace(own, model=replace(MODEL, vocabulary=500_000))
+    saved = 2 * MODEL.hidden * MODEL.layers
+    assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + WHOLE_LOGITS * 500_000))
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"),
     ({"tensor": 0}, "tensor parallelism is 0"),
@@ -283,3 +327,32 @@ def test_a_machine_that_is_none(tmp_path: Path, like: str, change: Any, words: s
         Machine.load(str(path))
     with pytest.raises(CADConfigError, match="cannot be read"):
         Machine.load(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "b200"])
+def test_machines_that_were_not_measured(name: str) -> None:
+    """They reach as much of what is published as the measured one."""
+    own, like = Machine.load(name), Machine.load("h200")
+    assert own.like == like.name != own.name and "data sheet" in own.sources["published"]
+    measured = {"profile", "matrix_flops", "in_training"} if name == "h100" else set()
+    assert set(own.sources) - {"published"} == measured
+    for reached, published in (
+        ("matrix_flops", "flops"), ("memory_rate", "bandwidth"), ("memory", "memory"), ("copies", "nvlink"),
+        ("collective", "nvlink"), ("between", "port"),
+    ):  # fmt: skip
+        shares = [getattr(one, reached) / one.published[published] for one in (own, like)]
+        assert shares[0] == pytest.approx(shares[1], rel=0.01 if reached in measured else 1e-9)
+    assert own.packing == pytest.approx(like.packing * like.memory_rate / own.memory_rate)
+    assert own.attention == pytest.approx(like.published["attention"] / own.published["attention"])
+    assert (own.profile != like.profile) == bool(measured)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_distribution_has_the_quantiles_that_describe_it(name: str) -> None:
+    drawn = np.array(NAMED[name].draw(100_000_000, seed=1))
+    assert drawn.sum() >= 100_000_000 and drawn[:-1].sum() < 100_000_000
+    for share, length in NAMED[name].quantiles[1:-1]:
+        if share * len(drawn) > 100 and (1 - share) * len(drawn) > 100:
+            assert np.quantile(drawn, share) == pytest.approx(length, rel=0.25)
+    assert NAMED[name].draw(1000, seed=2) == NAMED[name].draw(1000, seed=2)
+    assert max(NAMED[name].draw(10**6, longest=1000)) <= 1000 and len(NAMED[name].draw(1)) == 1
