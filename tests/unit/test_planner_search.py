@@ -73,4 +73,6 @@ def test_slow_links_inside_the_only_host_are_minded_too() -> None:
     sent = [int(plan.sent_bytes.sum()) for plan in plans]
     assert sent[0] > sent[1] > sent[2] == 0
     assert not plans[0].notes and plans[1].notes[0].startswith("the slowest rank comes down ")
+    (note,) = make_plan(ask(LONG, [0, 0, 0, 1], 50.0)).notes
+    assert note.startswith("the slowest host comes down 100% of the way to the mean"), "as far as it can"
     assert plans[2].notes == ("nothing is moved: on these links it would take longer than it saves",)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_borders, find_way
-from deepspeed_cad.integrations.recurrent import Ways, _Call, _run
+from deepspeed_cad.integrations.recurrent import _OF_BORDERS, Ways, _Call, _run
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import DELTA, FP32, MAMBA, NEW, family, known_kind, tiny_config
 from torch import nn
@@ -300,5 +300,6 @@ def test_blind_probe_trusts_nothing() -> None:
     toy = Toy()
     nn.init.zeros_(toy.conv.weight)
     call = _Call(toy, toy.forward, inspect.signature(toy.forward).parameters)
+    assert call.takes == set(_OF_BORDERS) and not _Call(toy, toy.forward, {}).takes
     way, _, certain = find_way(call.run, call.whole, torch.randn(1, 5, 8).double(), list(Way))
     assert (way, certain) == (Way.DOCUMENTS, False)

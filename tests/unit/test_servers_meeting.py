@@ -268,6 +268,23 @@ def test_a_server_that_one_trainer_lost_is_lost_for_all(job: Job, monkeypatch: p
     assert changed.call_args.args[:2] == ((4,), 1)
 
 
+def test_what_was_sent_before_a_server_was_lost_counts_and_its_memory_is_freed_when_all_have_theirs(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While a transport is opened anew another server is lost."""
+    first, second = (mock.Mock(bytes_sent=sent, exchanges=3) for sent in (5, 0))
+    opened = mock.Mock(transport=second)
+    monkeypatch.setattr(room, "open_again", mock.Mock(side_effect=[ServerLostError("server 7 ended"), opened]))
+    monkeypatch.setattr(job.link, "change", mock.Mock())
+    job.servers.begin(first, install := mock.Mock())
+    with caplog.at_level("INFO", "deepspeed_cad"):
+        job.servers._change()
+    assert job.servers.bytes_sent == 5 and "server 7 ended" in caplog.text
+    assert install.call_args == mock.call(opened) and job.servers.generation == 2
+    freed = first.abandon.return_value
+    assert not freed.called and job.servers.all_have(True) and freed.called and not second.abandon.called
+
+
 def test_nobody_is_told_of_newcomers_where_the_store_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.knock(2)
     assert job.servers.report(0).tolist() == [1]
