@@ -118,9 +118,9 @@ ALST4 = [(f"{gpus}x4/alst_cad{one}.json", f"{gpus}x4/alst_kept{other}.json") for
 PIPED = tuple(f"h100x4/pipeline_{one}.json" for one in ("pp2_4r_heavy_64k_4r_b0dd75f", "pp4_4r_heavy_64k_4r_6af240d"))
 HOSTS = tuple(f"h100x4/hosts_heavy_64k_4r_{one}_6af240d.json" for one in ("host", "sockets", "host_3_1"))
 SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor", "ulysses"))
-MILLION = "h200x2/train_million_256k_2r_b12bcb0.json"
+MILLION = "h200x2/train_million_256k_2r_594f82f.json"
 MILLION4, MILLION4_KEPT = (f"h200x4/train_million_256k_4r_{commit}.json" for commit in ("d9dea06", "c81e1fe"))
-WAVES = 'cad@{"keep":"host","memory":1.3}'
+WAVES, WAVED = 'cad@{"keep":"host","memory":1.3}', "h200x2/train_million_256k_2r_b12bcb0.json"
 
 KEEP = 'cad@{"keep":"host"}'
 
@@ -216,7 +216,7 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      tuple(f"h200x2/train_heavy_64k_2r_{shape}_b12bcb0.json" for shape in ("deepseek", "gpt_oss")),
      both(over_kept, attention_share)),
     ("documents are alike ({:.2f} of plain with attention kept),", EVEN, both(over_kept)),
-    ("fills all GPUs ({:.3f} to {:.3f} of Ulysses with attention kept)", (MILLION, MILLION4), both(kept_of_ulysses)),
+    ("fills all GPUs ({:.3f} and {:.3f} of Ulysses with attention kept)", (MILLION, MILLION4), both(kept_of_ulysses)),
     ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`c42b19a`), and {:.3f} on one H100",
      (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
      lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
@@ -224,12 +224,10 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      lambda r: (r["modes"]["cad"]["attention_max_over_mean"], exposed(r), over(r, "cad:recompute"))),
     ("tokens | {:.2f} of Ulysses, kept {:.2f}; {:.2f} of all-gather context parallelism | `ca692e1` |", STREAM,
      both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
-    ("2 layers, one step | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |", MILLION,
-     both(kept_of_ulysses, kept_memory)),
+    ("| kept {:.3f} of Ulysses, {:.2f} of its memory; kept {:.3f}, {:.2f} of its memory | `594f82f` |", MILLION,
+     both(kept_of_ulysses, kept_memory, partial(kept_of_ulysses, mode=KEEP), partial(kept_memory, mode=KEEP))),
     ("tokens, seven steps | kept {:.3f} of Ulysses; {:.2f} of its memory | `d9dea06` |", MILLION4,
      both(kept_of_ulysses, kept_memory)),
-    ('"memory": 1.3` | kept {:.2f} of Ulysses; {:.2f} of its memory | `b12bcb0` |', MILLION,
-     both(partial(kept_of_ulysses, mode=WAVES), partial(kept_memory, mode=WAVES))),
     ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
     ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `0c3bfa8` |",
      ALST4[0], alst),
@@ -346,7 +344,10 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         *(
             (f"{words} | {file[-12:-5]} | {{:.3f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |", file, both(*(
                 partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
-            for words, mode, file in (("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT))
+            for words, mode, file in (
+                ("| CAD", "cad", MILLION), ('| CAD, `"keep": "host"`', KEEP, MILLION), ('"memory": 1.3`', WAVES, WAVED),
+                ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT),
+            )
         ),
         *(
             ("| {0:.1f} | {2:.3f} | {1:.1f} | {3:.3f} | {4:.1f} | {5:.5f}, {6:.5f} |", files, lambda cad, rival: (
