@@ -6,7 +6,6 @@ the same forwards, and in an evaluation in which they have as many batches: thos
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from transformers.trainer_utils import has_length
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source
-from deepspeed_cad.ahead.step import Due, StepAhead, settle
+from deepspeed_cad.ahead.step import Due, StepAhead, settle, settle_together
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
@@ -52,6 +51,8 @@ class _AheadIterator(Iterator[Any]):
         self._buffer: deque[Any] = deque()
         self._due: Due | None = None
         self._count = 0
+        self.began: tuple[bool, bool] | None = None
+        """See `settle_together`."""
 
     def __next__(self) -> Any:
         self._buffer.extend([] if self._buffer else self._take(1))
@@ -111,11 +112,11 @@ def _get_batch_samples(
     if not samples:
         self.__dict__.pop(_AHEAD)
         return samples, count
-    if new:
-        unknown = unknown_loss(self)
-        settle(binding.feed, self.model, unknown, wrong_loss(self, count))
-        # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
-        binding.feed.orders &= not unknown
+    # Each time: a callback may have changed the model, which counts from the next step on.
+    settle(binding.feed, self.model, unknown := unknown_loss(self), wrong_loss(self, count))
+    # A loss of its own may look at the micro-batches of other ranks, as KTO's does.
+    binding.feed.orders &= not unknown
+    ahead.began = settle_together(binding.feed, ahead.began)
     # Targets are counted before documents change ranks; their number over all ranks stays the same.
     samples = ahead.arrange(samples)
     if _may_read_ahead(self):
@@ -154,29 +155,50 @@ def wrong_loss(trainer: Any, count: Any) -> str:
     return ""
 
 
-OF_A_STEP = ("compute_loss", "compute_loss_func", "training_step", "get_batch_samples", "_get_num_items_in_batch")
-"""What of a Trainer decides by what a loss is divided."""
-KNOWN = re.compile(r"(transformers|liger_kernel|torch|peft|accelerate|deepspeed|deepspeed_cad)\.")
-"""Who divides losses by what the Trainer says, the targets of all ranks, or leaves them as they are."""
+OF_A_STEP = (
+    "compute_loss", "compute_loss_func", "training_step", "get_batch_samples", "_get_num_items_in_batch",
+    "_prepare_inputs",
+)  # fmt: skip
+"""What of a Trainer decides by what a loss is divided, and over what it is taken."""
+KNOWN = re.compile(
+    r"(transformers|liger_kernel|torch|peft|accelerate|deepspeed|deepspeed_cad|fla|mamba_ssm|flash_attn)\."
+    r"|bitsandbytes\.(?!.*8bit)"
+)
+"""Who divides losses by what the Trainer says, the targets of all ranks, or leaves them as they are, and gives a token
+what it would beside other documents. Numbers of 8 bits have a scale that all tokens of a micro-batch share."""
 
 
 def unknown_loss(trainer: Any) -> str:
     """Why nobody knows that a Trainer gives the same where documents change ranks; empty where it is known."""
-    model, modules = find_model(trainer.model), dict(trainer.model.named_modules())
-    inner = next(name for name, one in modules.items() if one is model)
-    around = [one for name, one in modules.items() if not name or f"{inner}.".startswith(f"{name}.")]
-    # Not of the class: a method may be replaced, on it or on the object, and Accelerate wraps that of a model.
-    decide = [("forward", one.forward) for one in around] + [("loss_function", model.loss_function)]
-    decide += [("forward", hook) for one in around for hook in one._forward_hooks.values()]
-    decide += [(name, getattr(trainer, name)) for name in OF_A_STEP if getattr(trainer, name, None) is not None]
+    decide = [(name, getattr(trainer, name)) for name in OF_A_STEP if getattr(trainer, name, None) is not None]
+    decide.append(("loss_function", find_model(trainer.model).loss_function))
+    hooks: list[Any] = []
+    for module in trainer.model.modules():
+        # Not of the class: a method may be replaced, on it or on the object.
+        decide.append(("forward", module.forward))
+        hooks += [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+    for one in trainer.model.parameters():
+        hooks += [one._backward_hooks or {}, getattr(one, "_post_accumulate_grad_hooks", None) or {}]
+    decide += [("a hook", hook) for of in hooks for hook in of.values()]
     for name, given in decide:
-        run = inspect.unwrap(given)
-        place, owner = (str(getattr(run, what, "")) for what in ("__module__", "__qualname__"))
-        of_trl = place.startswith("trl.") and (owner.startswith("SFTTrainer.") or name == "forward")
-        if not of_trl and not KNOWN.match(f"{place}."):
-            return f"{owner or name} is not transformers' own: of its loss it is not known by what it is divided"
+        if whose := _find_stranger(name, given):
+            return f"{whose} is not transformers' own: of its loss it is not known by what it is divided"
     if getattr(trainer.args, "neftune_noise_alpha", None):
         return "neftune_noise_alpha puts noise on tokens"
+    return ""
+
+
+def _find_stranger(name: str, run: Any) -> str:
+    """The first function behind `run`, of all that wrap each other, that nobody knows; empty where all are known."""
+    while run is not None:
+        run = getattr(run, "func", run)  # of a partial
+        # functools.wraps copies names, but not where a function was written.
+        where = getattr(getattr(run, "__func__", run), "__globals__", {}).get("__name__")
+        place, owner = str(where or getattr(run, "__module__", "")), str(getattr(run, "__qualname__", ""))
+        of_trl = place.startswith("trl.") and (owner.startswith("SFTTrainer.") or name in ("forward", "a hook"))
+        if not of_trl and not KNOWN.match(f"{place}.{owner}"):
+            return owner or name
+        run = getattr(run, "__wrapped__", None)
     return ""
 
 

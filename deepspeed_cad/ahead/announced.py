@@ -78,7 +78,7 @@ NO_PADDING: Ints = np.zeros(0, np.int64)
 class StepMessage:
     micro_batches: Sequence[Announcement]
     fields: int = 0
-    """Digest of their per-token fields; 0 where its documents stay."""
+    """Digest of their per-token fields, or STAYS or IN_ORDER of step.py."""
     padding: Ints = field(default_factory=NO_PADDING.copy)
 
     def to_array(self) -> Ints:

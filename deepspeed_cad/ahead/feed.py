@@ -51,6 +51,8 @@ class Feed:
         """Whether these may be cut, and then lie on several ranks."""
         self.orders = True
         """Whether micro-batches of a step may be trained in another order."""
+        self.holds = False
+        """Whether steps from now on stay as they are for what this rank found since the epoch began."""
         self.stays = ""
         """Why documents are not dealt out, where it is asked for, and what would turn it on."""
         self.read_ahead = False
@@ -195,7 +197,8 @@ class Feed:
                 CADDataError(
                     f"rank {self.rank}: the micro-batch that reached the model ({sizes[0]}) is not the one that the "
                     f'loader announced ({sizes[1]}). Set "look_ahead": 0 if batches are changed between loader and '
-                    "model, fewer than a step's are skipped, or batches of several loaders are trained in turn"
+                    "model, fewer than a step's are skipped, batches of several loaders are trained in turn, or one is "
+                    "trained twice"
                 )
             )
         return self._wait(future)

@@ -10,6 +10,16 @@ from deepspeed_cad.ahead.step import Due, StepAhead
 from deepspeed_cad.errors import CADConfigError, CADDataError
 
 
+def counts_what_is_read(loader: Any) -> bool:
+    """Whether a loader, DeepSpeed's sampler, or what its RepeatingLoader repeats, has a state: checkpoints hold it, and
+    it counts what was read, not what was trained."""
+    if loader is None:
+        return False
+    stateful = hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)
+    sampled = hasattr(getattr(loader, "data_sampler", None), "state_dict")
+    return bool(stateful or sampled or counts_what_is_read(getattr(loader, "loader", None)))
+
+
 class LookAheadLoader:
     """A loader that behaves like the one it wraps and announces each step while the one before it trains.
 
@@ -26,10 +36,7 @@ class LookAheadLoader:
         self._loader, self._feed, self._follower, self._batches = loader, feed, follower, batches
         self._says = accumulation if callable(accumulation) else lambda: accumulation
         self._trained, self._steps = trained, StepAhead(feed, self._says())
-        # Its state, or that of DeepSpeed's sampler, which checkpoints hold, counts what was read, not what was trained.
-        stateful = hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)
-        stateful = stateful or hasattr(getattr(loader, "data_sampler", None), "state_dict")
-        self._reads_ahead = feed.read_ahead = bool(feed.config.look_ahead) and not stateful
+        self._reads_ahead = feed.read_ahead = bool(feed.config.look_ahead) and not counts_what_is_read(loader)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader) if self._batches is None else self._batches

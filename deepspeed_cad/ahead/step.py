@@ -23,6 +23,7 @@ from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, re
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.notice import notice
 from deepspeed_cad.planner.deal import deal, order_rows
 
 logger = logging.getLogger("deepspeed_cad")
@@ -33,6 +34,8 @@ ORDERED = (
 )
 DEALT = "documents are dealt out to all ranks before each step, so compare losses of whole steps, summed over ranks"
 """What a user must know who compares losses with those of a run without CAD."""
+STAYS, IN_ORDER = 0, 1
+"""What a rank says of a step in place of its fields: documents stay; micro-batches do so in their order, too."""
 NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
 AT_RANDOM = re.compile(r"drop|jitter|noise")
 """Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
@@ -67,7 +70,8 @@ class StepAhead:
             if not batches or (ended and len(batches) < self.accumulation):
                 feed.end()
             return (lambda: batches) if batches else None
-        at, keys, deals = feed.next_step(), dict(feed.keys), feed.deals
+        at, keys = feed.next_step(), dict(feed.keys)
+        deals, what = feed.deals and not feed.holds, IN_ORDER if feed.holds else STAYS
         try:
             announcements = [feed.read(batch) for batch in batches]
         except CADError as error:
@@ -83,7 +87,7 @@ class StepAhead:
 
         def job() -> Arranged:
             ready()
-            return self._arrange(at, batches, announcements, keys, deals)
+            return self._arrange(at, batches, announcements, keys, deals, what)
 
         arranged = feed.worker.submit(job)
         return lambda: self._hand_out(arranged, batches, announcements, ended and len(batches) < self.accumulation)
@@ -113,13 +117,14 @@ class StepAhead:
     # On the look-ahead thread
 
     def _arrange(
-        self, at: StepAt, batches: list[Any], announcements: list[Announcement], keys: dict[PlanKey, int], deals: bool
-    ) -> Arranged:
+        self, at: StepAt, batches: list[Any], announcements: list[Announcement], keys: dict[PlanKey, int], deals: bool,
+        otherwise: int,
+    ) -> Arranged:  # fmt: skip
         feed = self.feed
         with feed.between_collectives("the documents of a step"):
             found = self._fields(batches, announcements) if deals else None
             fields, padding = (None, NO_PADDING) if found is None else found
-            message = StepMessage(announcements, 0 if fields is None else digest(repr(fields)), padding)
+            message = StepMessage(announcements, otherwise if fields is None else digest(repr(fields)), padding)
         every = feed.gather_step(at, message.to_array())
         said = [StepMessage.from_array(every[rank]) for rank in feed.shares.members]
         with feed.between_collectives("the documents of a step"):
@@ -136,7 +141,7 @@ class StepAhead:
         feed, replica = self.feed, self.feed.shares.replica
         as_loaded = [Moved(batch, {}) for batch in batches]
         own = np.array([one.local.tokens for one in said[replica].micro_batches])
-        if len({len(one.micro_batches) for one in said}) > 1:
+        if len({len(one.micro_batches) for one in said}) > 1 or any(one.fields == IN_ORDER for one in said):
             return as_loaded, own
         documents = to_documents(said, padded=fields is not None and fields.padded)
         if (documents.begin > 0).any():  # from the rank before: micro-batches belong together across ranks
@@ -176,7 +181,7 @@ class StepAhead:
         """What is in padding on all ranks; None where documents stay."""
         names = {one.fields for one in said}
         paddings = {one.padding.tobytes(): one.padding for one in said if len(one.padding)}
-        if fields is None or 0 in names:
+        if fields is None or STAYS in names:
             return None
         if fields.unknown and not paddings:
             self._say(f'its field "{fields.unknown[0]}" is new to CAD, and no rank has padding that shows its value')
@@ -208,9 +213,30 @@ def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "
     feed.stays = "" if feed.deals else f"documents stay on their ranks: {wrong or unknown}{remedy}"
 
 
+def settle_together(feed: Feed, began: tuple[bool, bool] | None) -> tuple[bool, bool]:
+    """What `settle` found, for ranks that read hooks and losses of their own: where an epoch begins documents are dealt
+    out, and micro-batches put in order, only if all ranks may (collective). Later, by what it `began` with, a rank
+    for which something has changed keeps its next steps as they are. Gives what to begin with."""
+    mine = feed.deals, feed.orders
+    if began is None and feed.replicas > 1:
+        said = feed.worker.run(lambda: feed.gatherer.numbers(mine[0] + 2 * mine[1], Subject(What.LOADER, feed.number)))
+        began = all(one & 1 for one in said), all(one & 2 for one in said)
+        if feed.rank and feed.stays and any(one & 1 for one in said):
+            notice(f"rank {feed.rank}: {feed.stays}")
+    began = began or mine
+    if mine[0] and not began[0]:
+        feed.stays = "documents stay on their ranks: another rank has a reason for it"
+    feed.deals, feed.orders = began
+    feed.holds = any(then and not now for then, now in zip(began, mine))
+    return began
+
+
 def _find_company(model: torch.nn.Module) -> str:
     """What of a document depends on those beside it."""
-    for config in (getattr(module, "config", None) for module in model.modules()):
+    for module in model.modules():
+        config, adapters = getattr(module, "config", None), getattr(module, "peft_config", None) or {}
+        if any(getattr(one, "alora_invocation_tokens", None) for one in adapters.values()):
+            return "alora_invocation_tokens is set, and PEFT looks for these tokens in whole rows"
         if getattr(config, "output_router_logits", False):
             return "output_router_logits is on, and the router's auxiliary loss depends on which documents meet"
         if getattr(config, "z_loss_coefficient", 0):

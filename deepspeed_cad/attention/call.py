@@ -225,7 +225,7 @@ class AttentionCall:
             raise CADError(
                 f"{self.setup.label}: a second backward through the same forward (retain_graph=True) is not supported: "
                 "what attention keeps is freed as soon as its backward ran. Add the losses up and run one backward, or "
-                'set "recompute_attention": true'
+                'set "recompute_attention": true; in a pipeline let stages pass on one tensor that needs a gradient'
             )
         raise CADError(
             f"{self.setup.label}: its steps ran out of order: {type(self.state).__name__} where {state.__name__} was "

@@ -28,6 +28,7 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
+from deepspeed_cad.ahead.step import find_random
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
@@ -73,7 +74,8 @@ def _bind(engine: PipelineEngine, config: CADConfig) -> PipelineBinding:
         replica = Replica(tuple(topology.filter_match(pipe=place.pipe, data=place.data)))
     session = open_session(config, torch.device(engine.device), replica)
     binding = PipelineBinding(engine, session)
-    binding.check_modules(install_attention(engine.module, binding), len(find_recurrent(engine.module)))
+    attention, recurrent = install_attention(engine.module, binding), len(find_recurrent(engine.module))
+    binding.check_modules(attention, recurrent, bool(find_random(engine.module)))
     session.bindings[engine.module] = binding
 
     run_forward, run_backward = PipelineEngine._exec_forward_pass, PipelineEngine._exec_backward_pass

@@ -141,10 +141,13 @@ class StepPlans:
         gather: Callable[[], Documents | None],
         rounds: Rounds,
         step: int,
+        orders: bool = True,
     ) -> None:
         """Begin to gather and to plan; called by all ranks for the same steps.
 
-        `gather` gives what all ranks train, None where a loader ended; it runs on the look-ahead thread."""
+        `gather` gives what all ranks train, None where a loader ended; it runs on the look-ahead thread. `orders`:
+        whether micro-batches may be trained in another order."""
+        self._orders = orders and plans.config.documents != "in_order"
         self.plans, self.places, self.program, self.rounds = plans, places, program, rounds
         self.order: list[list[int]] = []
         """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""
@@ -191,7 +194,7 @@ class StepPlans:
             return sum(float(cost.of(one.begin, one.end, window).sum()) * times for cost, window, times in kinds)
 
         self.order = [list(range(len(own))) for own in given]
-        if self.plans.config.documents != "in_order":
+        if self._orders:
             self.order = order_micro_batches([[work(one) for one in own] for own in given])
         self._documents = [[own[m] for m in order] for own, order in zip(given, self.order, strict=True)]
         return True

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed_cad.ahead.gather import Subject, What
+from deepspeed_cad.ahead.loader import counts_what_is_read
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.setup import CallSetup, Modes
@@ -83,9 +84,9 @@ class PipelineBinding:
         self._forwards = itertools.count()
         """Training forwards of this stage."""
 
-    def check_modules(self, attention: int, recurrent: int) -> None:
+    def check_modules(self, attention: int, recurrent: int, random: bool) -> None:
         """Raise CADUnsupportedError on all ranks where no stage has an attention module that CAD can switch, or one has
-        a layer that carries state. In: how many of each this stage has."""
+        a layer that carries state. In: how many of each this stage has, and whether anything in it is `random`."""
         gatherer, run = self.session.gatherer, self.session.worker.run
         if not any(run(lambda: gatherer.numbers(attention, Subject(What.LAYERS)))):
             raise CADUnsupportedError(
@@ -98,6 +99,7 @@ class PipelineBinding:
                 "Stages are not told where documents begin, so state would leak from one document of a row to the "
                 "next. Train this model without a pipeline: there CAD keeps documents apart"
             )
+        self.feed.orders = not any(run(lambda: gatherer.numbers(random, Subject(What.LAYERS))))
 
     # Steps
 
@@ -178,8 +180,8 @@ class PipelineBinding:
         phase.finish()
         if round_ == 0 and self.session.config.look_ahead:
             # Once the GPU has work: reading data takes time.
-            rounds, stateful = self._plans.rounds, hasattr(self.engine.data_iterator, "state_dict")
-            # The state of a loader, which checkpoints hold, counts what was read and not what was trained.
+            rounds, loaders = self._plans.rounds, (self.engine.data_iterator, self.engine.training_dataloader)
+            stateful = any(map(counts_what_is_read, loaders))
             self._next = self._plan_step(None if stateful else self._peek(rounds.micro_batches), rounds)
 
     def run_alone(self, work: Callable[[], None]) -> None:
@@ -270,8 +272,8 @@ class PipelineBinding:
 
     def _plan_step(self, mine: list[Loaded] | None, rounds: Rounds) -> tuple[list[Loaded], StepPlans]:
         step = next(self._steps)
-        gather = self._gathering(mine, rounds.micro_batches, step)
-        return mine or [], StepPlans(self.session.plans, self.places, self.program, gather, rounds, step)
+        gather, plans = self._gathering(mine, rounds.micro_batches, step), self.session.plans
+        return mine or [], StepPlans(plans, self.places, self.program, gather, rounds, step, self.feed.orders)
 
     def _look_at_layers(self, look: Callable[[], None], count: int) -> None:
         mine = self._peek(count)

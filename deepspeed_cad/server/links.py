@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure import board
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import wait_until
 from deepspeed_cad.layout import Ints
@@ -216,6 +217,8 @@ class TrainerLinks:
         self._sending = threading.Lock()
         self._left: dict[int, str] = {}
         """Trainers that ended, and why; empty where they did well."""
+        self._stopped = math.inf
+        """When the first of them was seen to have stopped."""
         start_daemon("trainers", self._listen, None)
 
     def fail(self, reason: str) -> None:
@@ -272,14 +275,18 @@ class TrainerLinks:
 
     def _look(self) -> None:
         """Trainers go on without this server, or one stopped: it says so, and its process may go on for a while."""
-        if self._is_given_up() or not any(map(self._said, self._connections)) or self.ended.is_set():
+        if self._is_given_up() or self.ended.is_set():
             return
-        time.sleep(GRACE_S)
         words = {trainer: text for trainer in sorted(self._connections) if (text := self._said(trainer))}
-        # Some stopped because of others.
+        # Some stopped because of others, and are about to say which.
         own = [trainer for trainer, text in words.items() if not text.startswith(("lost its", "waited for"))]
-        for trainer in own or words:
-            self._end(f"trainer {trainer} stopped: {words[trainer]}")
+        if words and not own:  # they wait for the word of all ranks, this one too
+            self.liveness.report(f"{board.LOST}, its trainers")
+        now = time.monotonic()
+        self._stopped = min(self._stopped, now) if words else math.inf
+        if words and now - self._stopped >= GRACE_S + (0.0 if own else board.WORDS_S):
+            for trainer in own or words:
+                self._end(f"trainer {trainer} stopped: {words[trainer]}")
 
     def _is_given_up(self) -> bool:
         if reason := self.liveness.look_up(f"{GIVEN_UP}/{self.rank}"):

@@ -317,6 +317,10 @@ def test_a_router_loss_and_shared_micro_batches_stay() -> None:
     model.config = SimpleNamespace(z_loss_coefficient=0.1)
     settle(feed, model)
     assert not feed.deals and "z_loss_coefficient" in feed.stays
+    model.peft_config = {"default": SimpleNamespace(), "a": SimpleNamespace(alora_invocation_tokens=[3])}
+    settle(feed, model)
+    assert not feed.deals and "alora_invocation_tokens" in feed.stays
+    del model.peft_config
     model.config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     settle(feed, model)
     assert not feed.deals and '"longrope"' in feed.stays

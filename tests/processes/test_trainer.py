@@ -158,6 +158,48 @@ def test_a_loader_whose_state_is_saved_is_not_read_ahead() -> None:
         assert may_read_ahead(SimpleNamespace(accelerator=accelerator, state=state)) is may
 
 
+def _changes_on_one_rank(rank: int, world: int, folder: str, later: bool) -> tuple[list[float], list[float], Any]:
+    """On rank 1 what a token is depends on those beside it: from the beginning, or from the second step on."""
+    from transformers import TrainerCallback
+
+    def run(cad: bool) -> list[float]:
+        trainers.start_anew()
+        changes = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True, "optim": "sgd"}
+        trainer = _trainer(cad, folder, **changes, max_steps=5)
+
+        def change() -> None:
+            tokens = trainer.model.get_input_embeddings()
+            tokens.register_forward_hook(lambda module, given, output: output / output.detach().abs().mean())
+
+        class Change(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                if rank == 1 and state.global_step == 1:
+                    change()
+
+        if later:
+            trainer.add_callback(Change)
+        elif rank == 1:
+            change()
+        trainer.train()
+        return [one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one]
+
+    found = run(False), run(True)
+    feed = deepspeed_cad.current_session().feeds[0]
+    return *found, (feed.deals, feed.holds, feed.stays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [False, True])
+def test_what_one_rank_finds_counts_for_all(fresh_workers: WorkerPool, tmp_path, later: bool) -> None:
+    """Where it is found later, from the next step on: that one is arranged already."""
+    first, second = fresh_workers.run(_changes_on_one_rank, 2, str(tmp_path), later, timeout=100.0)
+    for plain, cad, _ in (first, second):
+        assert cad == pytest.approx(plain, rel=1e-5) and len(set(cad)) == 5
+    assert [one[2][:2] for one in (first, second)] == [(later, False), (later, later)]
+    assert ("another rank has a reason" in first[2][2]) != later
+    assert "<lambda> is not transformers' own" in second[2][2]
+
+
 def _save_and_resume(rank: int, world: int, folder: str) -> None:
     """Trainer checkpoints: 2 of 4 steps, and then the rest in a new Trainer, to the losses of runs in one go."""
     import_deepspeed()

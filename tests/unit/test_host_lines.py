@@ -9,7 +9,7 @@ import torch
 import training
 from deepspeed_cad.integrations import structure
 from deepspeed_cad.integrations.positions import no_rows, plain_mask
-from deepspeed_cad.integrations.trainer import unknown_loss, wrong_loss
+from deepspeed_cad.integrations.trainer import OF_A_STEP, unknown_loss, wrong_loss
 from deepspeed_cad.integrations.verify import loss_of
 from transformers import Trainer
 
@@ -55,17 +55,41 @@ def test_what_a_script_puts_around_a_model_may_have_a_loss() -> None:
     assert unknown_loss(made) == ""
     made.model.forward, made.aux_loss_enabled = print, True
     assert "print" in unknown_loss(made) and "router" in wrong_loss(made, 5)
-    hooked.model.register_forward_hook(lambda module, args, output: None)
+    hooked.model.base_model.embed_tokens.register_forward_hook(lambda module, *given: None)
     assert "lambda" in unknown_loss(hooked)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "training_step", "get_batch_samples", "_get_num_items_in_batch"])
+@pytest.mark.parametrize(
+    "way", ["register_forward_pre_hook", "register_full_backward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_anywhere_in_a_model_may_look_at_other_tokens(way: str) -> None:
+    made = trainer_with(Trainer)
+    getattr(made.model.base_model.layers[0], way)(lambda *given: None)
+    assert "lambda" in unknown_loss(made)
+
+
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_that_is_changed_before_all_ranks_add_theirs_is_seen(way: str) -> None:
+    made = trainer_with(Trainer)
+    getattr(made.model.lm_head.weight, way)(lambda gradient: None)
+    assert "lambda" in unknown_loss(made)
+
+
+def test_a_layer_of_ones_own_may_look_at_other_tokens() -> None:
+    made = trainer_with(Trainer)
+    made.model.lm_head = type("Quantised", (torch.nn.Linear,), {"forward": lambda self, x: x})(4, 4)
+    assert "lambda" in unknown_loss(made)
+
+
+@pytest.mark.parametrize("name", [one for one in OF_A_STEP if one != "compute_loss_func"])
 def test_a_loss_is_known_by_the_methods_that_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever class, replaced on it or on the trainer or model; what wraps them is looked through."""
+    """Of whatever class, replaced on it or on the trainer or model, and all that wrap each other."""
     named, on_it, on_model = (trainer_with(kind) for kind in (type("SFTTrainer", (OwnLoss,), {}), Trainer, Trainer))
     assert "OwnLoss" in unknown_loss(named)
-    setattr(on_it, name, wraps(getattr(on_it, name))(lambda *_: None))
+    setattr(on_it, name, torch.enable_grad()(getattr(on_it, name)))
     assert unknown_loss(on_it) == ""
+    setattr(on_it, name, torch.enable_grad()(wraps(getattr(on_it, name))(lambda *_: None)))
+    assert f"Trainer.{name} is not" in unknown_loss(on_it), "functools.wraps gives it that name"
     setattr(on_it, name, print)
     assert "print is not transformers' own" in unknown_loss(on_it)
     on_model.model.forward = lambda *given: None

@@ -132,16 +132,19 @@ def session() -> Iterator[Session]:
 
 
 @pytest.mark.parametrize(
-    ("documents", "order", "found"), [("keep", [0, 1], [0, 1]), ("keep", [1, 0], [1, 0]), ("in_order", [1, 0], [0, 1])]
-)
+    ("documents", "orders", "order", "found"),
+    [("keep", True, [0, 1], [0, 1]), ("keep", True, [1, 0], [1, 0]), ("in_order", True, [1, 0], [0, 1]),
+     ("keep", False, [1, 0], [0, 1])],
+)  # fmt: skip
 def test_micro_batches_stay_in_order_where_that_is_asked_for(
-    session: Session, documents: str, order: list[int], found: list[int]
+    session: Session, documents: str, orders: bool, order: list[int], found: list[int]
 ) -> None:
-    """The light one comes first, or the one that was loaded first."""
+    """The light one comes first, or the one that was loaded first: so too where something falls on tokens at random."""
     session.plans.config = replace(session.plans.config, documents=documents)
     given = [LocalSegments.none(0), LocalSegments(*np.array([[0], [9], [0]]), 9)]
     ordered = [[given[m] for m in order]]
-    steps = StepPlans(session.plans, [Place(0, 0)], (ProgramTick(FULL, (0,)),), lambda: ordered, Rounds(1, 2), 0)
+    program = (ProgramTick(FULL, (0,)),)
+    steps = StepPlans(session.plans, [Place(0, 0)], program, lambda: ordered, Rounds(1, 2), 0, orders)
     assert steps.known and steps.order == [found]
 
 
@@ -216,7 +219,8 @@ def test_what_was_read_ahead_outlives_evaluations() -> None:
 
 @pytest.mark.parametrize("state", ["state_dict", None])
 def test_a_loader_that_has_a_state_is_not_read_ahead(state: str | None) -> None:
-    binding = MagicMock(program=(), engine=SimpleNamespace(data_iterator=MagicMock(spec=[state] if state else [])))
+    binding = MagicMock(program=(), engine=SimpleNamespace(training_dataloader=None))
+    binding.engine.data_iterator = MagicMock(spec=[state] if state else [])
     PipelineBinding.run_ticks(binding, 0, None, False, lambda: None)
     assert (binding._plan_step.call_args.args[0] is None) == (state is not None)
 

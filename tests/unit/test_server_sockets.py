@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure import board
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.server import links as links_room
@@ -335,6 +336,22 @@ def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: E
         Liveness(ends.store, 1, 3).report("ValueError: no more data")
         links = TrainerLinks(2, {0: ends.server, 1: there}, Liveness(ends.store, 2, 3))
         assert links.wait_for_reason(10) == "trainer 1 stopped: ValueError: no more data"
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_trainer_that_lost_others_may_learn_and_say_which(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, learns: bool
+) -> None:
+    """It waits for the word of all ranks, this one too."""
+    monkeypatch.setattr(board, "WORDS_S", 30.0 if learns else 0.0)
+    Liveness(ends.store, 0, 2).report(f"{board.LOST} in the lengths")
+    links = ends.links()
+    wait_for(lambda: Liveness(ends.store, 0, 2).look_up("error/1"))
+    if learns:
+        assert not links.ended.wait(0.3), "longer than it has to say a reason of its own"
+        ends.trainer.sendall(encode({"do": LEAVE, "reason": "rank 5 did not come"}))
+    expected = "trainer 0 ended: rank 5 did not come" if learns else "trainer 0 stopped: lost its peers in the lengths"
+    assert links.wait_for_reason(10) == expected
 
 
 def test_a_forked_process_holds_no_connection(ends: Ends) -> None:
