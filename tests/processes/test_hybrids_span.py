@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import training
 from deepspeed_cad.integrations import spanning
 from engines import engine_config, import_deepspeed
-from hybrids import Kernels, difference, in_fp64
+from hybrids import Kernels, in_fp64
 from model_cases import NEW, VERSION, family, tiny_model
 from pool import WorkerPool
 
@@ -161,12 +162,8 @@ def test_as_alone(workers: WorkerPool, name: str) -> None:
     _, world, given = CASES[name]
     given = {"streams": STREAMS[world], **given}
     within = 1e-5 if given.get("dtype") == torch.float32 else 1e-10
-    for worst, _, _ in workers.run(_named, world, name.split()[0], given, timeout=240.0):
+    for worst, _, _ in workers.run(partial(_train, **given), world, name.split()[0], timeout=240.0):
         assert worst < within
-
-
-def _named(rank: int, world: int, kind: str, given: dict[str, Any]) -> Any:
-    return _train(rank, world, kind, **given)
 
 
 @pytest.mark.slow
@@ -176,7 +173,7 @@ def test_kernels_that_take_borders(workers: WorkerPool, kind: str, kernel: str) 
     behind the rows of each."""
     for part in (False, True):
         given = {"streams": [[30, 40, 90, 20, 25]], "kernel": kernel, "part": part}
-        for worst, waves, calls in workers.run(_named, 2, kind, given):
+        for worst, waves, calls in workers.run(partial(_train, **given), 2, kind):
             assert len(calls) == 2 and worst < 1e-10 and bool(waves) == part
 
 
@@ -184,7 +181,7 @@ def test_waves(workers: WorkerPool) -> None:
     """Where memory is short, what lands comes in parts of each rank's heads; forward and recompute alike."""
     given = {"streams": [WAVES], "checkpoint": False, "part": True, **EIGHT_HEADS}
     for more, waves in (({}, [1, 1]), ({"memory": 2e-4}, [3, 3])):
-        for worst, came, _ in workers.run(_named, 2, "qwen3_5_text", {**given, **more}):
+        for worst, came, _ in workers.run(partial(_train, **given, **more), 2, "qwen3_5_text"):
             assert came == waves and worst < 1e-10
 
 
@@ -293,23 +290,6 @@ def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
     for kind, exchanges in (("qwen3_5_text", 4), ("lfm2", 2)):
         for one, other in zip(*(workers.run(_moved, 2, kind, WAVES, False, one) for one in (None, checkpoint))):
             assert one == other and len(one) == exchanges
-
-
-def _evaluated(rank: int, world: int, kind: str) -> float:
-    reference, model = family(kind).eval(), family(kind).eval()
-    with pytest.MonkeyPatch.context() as patch:
-        in_fp64(patch, reference)
-        expected, _ = training.weighted(reference, _alone(STREAM))
-    deepspeed_cad.apply(model, {**BLOCK, "forward_only": "balanced"})
-    part, here = _part(STREAM, rank, world)
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        in_fp64(patch, model)
-        return difference(model(**part).logits[0], expected[here])
-
-
-def test_evaluation(workers: WorkerPool) -> None:
-    for found in workers.run(_evaluated, 2, "qwen3_5_text"):
-        assert found < 1e-10
 
 
 def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> str:

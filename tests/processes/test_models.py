@@ -17,8 +17,6 @@ from deepspeed_cad.errors import CADUnsupportedError
 
 LENGTHS = [[150, 3, 39], [20, 40, 1, 30, 37]]
 """Documents of each rank: the first has most of the attention."""
-SPANNING = ([20, 190, 17, 13], 120)
-"""Documents of one stream, and its rows per rank: the second document lies on both ranks."""
 
 
 def _need(family: Family) -> None:
@@ -47,25 +45,14 @@ def _build(family: Family, checkpoint: str | None) -> PreTrainedModel:
     return model
 
 
-def _settings(overlap: str) -> dict[str, Any]:
-    return {"overlap": overlap, "granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-
-
-def _train(
-    rank: int, world: int, family: Family, overlap: str, checkpoint: str | None = None, spans: bool = False
-) -> dict[str, Any]:
-    """Documents that stay on their rank, or a stream of all ranks that is cut into equal parts."""
+def _train(rank: int, world: int, family: Family, overlap: str, checkpoint: str | None = None) -> dict[str, Any]:
     reference = _build(family, None)
-    model = deepspeed_cad.apply(_build(family, checkpoint), _settings(overlap))
-    lengths, rows = SPANNING if spans else (LENGTHS[rank], sum(LENGTHS[rank]))
-    here = slice(rank * rows, (rank + 1) * rows) if spans else slice(None)
-    docs = [doc + 3 for doc in training.documents(lengths, seed=0 if spans else rank)]
-    given = {"input_ids": torch.cat(docs)[None], "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    block = {"overlap": overlap, "granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+    model = deepspeed_cad.apply(_build(family, checkpoint), block)
+    docs = [doc + 3 for doc in training.documents(LENGTHS[rank], seed=rank)]
     alone = [{"input_ids": doc[None], "position_ids": torch.arange(len(doc))[None]} for doc in docs]
-    given = {name: value[:, here] for name, value in given.items()}
-    return training.as_alone(model, reference, given, alone, here if spans else ..., 1 if spans else 2) | (
-        training.figures()
-    )
+    given = {name: torch.cat([one[name] for one in alone], 1) for name in alone[0]}
+    return training.as_alone(model, reference, given, alone, forwards=2) | training.figures()
 
 
 def _check(found: list[dict[str, Any]], family: Family) -> None:
@@ -102,28 +89,6 @@ def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""
     _need(family)
     _check(workers.run(_train, 2, family, "interleave", "plain"), family)
-
-
-LLAMA_4 = next(family for family in FAMILIES if family.kind == "llama4_text")
-"""One layer in chunks of 32 tokens, and one with all keys whose temperature changes every 16."""
-
-
-def test_chunks_of_a_document_on_two_ranks(workers: WorkerPool) -> None:
-    """Its positions go beyond a rank's rows. gpt_oss and deepseek_v3 are streams of test_loops.py."""
-    _need(LLAMA_4)
-    _check(workers.run(_train, 2, LLAMA_4, "local_first", None, True), LLAMA_4)
-
-
-def _verified(rank: int, world: int) -> str:
-    with pytest.raises(CADUnsupportedError) as error:
-        deepspeed_cad.apply(_build(LLAMA_4, None), {**_settings("local_first"), "verify": 1})
-    return str(error.value)
-
-
-def test_what_cannot_be_had_beside_chunks(workers: WorkerPool) -> None:
-    _need(LLAMA_4)
-    words = 'layers of this model attend in chunks, beside which "verify" cannot be had'
-    assert workers.run(_verified, 2) == [words] * 2
 
 
 def test_table_is_what_is_tested() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_cad.integrations.models import describe, refuse_model, refuse_spanning
-from model_cases import known_kind, meta_model, tiny_config, tiny_model
+from model_cases import NEW, family, known_kind, meta_model, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -113,6 +113,12 @@ def test_reentrant_checkpointing_of_a_mixture_is_refused(kind: str, reentrant: b
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # after CAD was turned on, as the Trainer does
     with pytest.raises(CADUnsupportedError, match="use_reentrant") if refused else nullcontext():
         model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4 runs this model outside of its interfaces")
+def test_what_cannot_be_had_beside_chunks() -> None:
+    with pytest.raises(CADUnsupportedError, match='attend in chunks, beside which "verify" cannot be had'):
+        deepspeed_cad.apply(family("llama4_text", torch.float32), {"verify": 1})
 
 
 def test_positions_scaled_by_the_batch_must_not_span_ranks() -> None:
