@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from padded import loss_and_gradients, padded
 from pool import WorkerPool
 
 import deepspeed_cad
@@ -32,7 +33,7 @@ def _batch(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _wrong(rank: int, world: int, what: str) -> None:
-    """A step in which rank 1 differs in one thing, or has bad positions."""
+    """A step in which rank 1 differs in one thing, or has bad positions, or labels that count padding."""
     differs = rank == 1
     block: dict[str, Any] = {**BLOCK, "tolerance": 0.05 if differs and what == "config" else 0.1}
     model = training.tiny_llama(num_hidden_layers=3 if differs and what == "model" else 2)
@@ -43,6 +44,8 @@ def _wrong(rank: int, world: int, what: str) -> None:
         given["position_ids"][0, 3] = float("nan")
     elif differs and what == "neighbours":
         given["position_ids"] = positions + 7
+    elif what == "padding":
+        given = padded([90], "right", "copied" if differs else "masked", width=128)
 
     def swapped(problem: Any) -> Any:
         made = make(problem)
@@ -55,7 +58,7 @@ def _wrong(rank: int, world: int, what: str) -> None:
         if what == "announced":
             announce(find_binding(model).feed, batch)
             given = _batch(0)
-        _step(model, given)
+        (loss_and_gradients if what == "padding" else _step)(model, given)
 
 
 @pytest.mark.parametrize("what, kind, words", [
@@ -65,6 +68,7 @@ def _wrong(rank: int, world: int, what: str) -> None:
     ("plan", "CADPeerError", ["another plan"]),
     ("nan", "CADDataError", ["position_ids[0, 3] is nan"]),
     ("neighbours", "CADDataError", ["rank 1", "starts at position 7", "ended at 20"]),
+    ("padding", "CADDataError", ["rank 1: 38 tokens from row 90 on are hidden by attention_mask", "-100"]),
     ("announced", "CADDataError", ["is not the one that the loader announced", "look_ahead"]),
 ])  # fmt: skip
 def test_every_rank_says_why(workers: WorkerPool, what: str, kind: str, words: list[str]) -> None:
