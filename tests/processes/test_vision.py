@@ -14,7 +14,6 @@ from pool import WorkerPool
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 import deepspeed_cad
-from deepspeed_cad.errors import CADError
 
 IMAGE, VIDEO = 5, 6
 """Ids of the tokens that stand for a part of an image, or of a video."""
@@ -83,7 +82,7 @@ MODELS: tuple[Seeing, ...] = (
 )  # fmt: skip
 
 
-def tiny_seeing(model: Seeing, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def tiny_seeing(model: Seeing) -> PreTrainedModel:
     """With random weights, the same in every process."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -92,7 +91,7 @@ def tiny_seeing(model: Seeing, dtype: torch.dtype = torch.float64) -> PreTrained
     )  # fmt: skip
     made: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
     made.set_attn_implementation("sdpa")
-    return randomized(made).to(dtype).train()
+    return randomized(made).to(torch.float64).train()
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def alone(document: Document) -> dict[str, torch.Tensor]:
 def pack(model: Seeing, documents: Sequence[Document], form: str) -> dict[str, torch.Tensor]:
     """One packed row. `form`, how it says its documents: "text" by positions of text, which with axes stand before them
     (as ms-swift packs); "numbers" by a mask that numbers them (LLaMA-Factory's neat_packing); "lengths" by
-    cu_seq_lens_q; "none" not at all."""
+    cu_seq_lens_q."""
     lengths = [document.length for document in documents]
     positions = torch.cat([document.positions for document in documents], -1)
     given = {"input_ids": torch.cat([document.ids for document in documents], 1), "position_ids": positions}
@@ -232,21 +231,6 @@ def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, 
     """As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches."""
     _need(case)
     training.assert_moved(workers.run(_train, 2, case, form, overlap, checkpoint), case.tolerance)
-
-
-def _no_text_axis(rank: int, world: int) -> str:
-    model = tiny_seeing(OF_AXES)
-    deepspeed_cad.apply(model, SETTINGS)
-    documents = [make_document(OF_AXES, model, place, 30, 1 - rank, 0) for place in range(2)]
-    with pytest.raises(CADError) as error:
-        model(**pack(OF_AXES, documents, "none"), use_cache=False)
-    return str(error.value)
-
-
-def test_positions_without_a_text_axis_are_one_error_everywhere(workers: WorkerPool) -> None:
-    _need(OF_AXES)
-    for said in workers.run(_no_text_axis, 2):
-        assert "three axes (time, height, width) start again" in said and "first of four axes" in said
 
 
 def test_table_is_what_is_tested() -> None:

@@ -56,9 +56,11 @@ def test_a_reference_that_cannot_be_read_attends_by_itself(monkeypatch: pytest.M
     other, given = training.tiny_llama().eval(), {**batch(), "use_cache": False}
     with torch.no_grad():
         expected = other(**given).logits
-        _, binding = bound()
+        model, binding = bound()
         monkeypatch.setattr(room, "read_documents", Mock(side_effect=CADError("a mask")))
         assert torch.equal(other(**given).logits, expected) and other.model in binding.session.references
+        with pytest.raises(CADError, match="a mask"):
+            model.eval()(**given)
 
 
 @pytest.mark.parametrize("value, together", [("auto", True), ("local", False), ("balanced", True)])
