@@ -88,12 +88,11 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-def packed(lengths: list[list[int]], pad: int = 0) -> dict[str, torch.Tensor]:
+def packed(lengths: list[list[int]]) -> dict[str, torch.Tensor]:
     """Batch rows of documents, all equally long; where they are not, padded on the right with a mask."""
     generator = torch.Generator().manual_seed(sum(map(sum, lengths)))
     width = max(map(sum, lengths))
-    ids = torch.full((len(lengths), width), pad)
-    positions, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+    ids, positions, mask = (torch.zeros(len(lengths), width, dtype=torch.long) for _ in range(3))
     for row, documents in enumerate(lengths):
         tokens = sum(documents)
         ids[row, :tokens] = torch.randint(3, 96, (tokens,), generator=generator)

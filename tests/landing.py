@@ -40,10 +40,8 @@ class Landing:
         return (min(self.waves.values()), max(self.waves.values())) if self.waves else (0, 0)
 
 
-def _size(schedule: Schedule, fields: Sequence[Any], tensors: Sequence[Any], rows: Any) -> int:
-    return sum(
-        int(rows[schedule.rank, f.kind]) * x.shape[-1] * x.element_size() for f, x in zip(fields, tensors, strict=True)
-    )
+def _size(schedule: Schedule, fields: Sequence[Any], rows: Any) -> int:
+    return sum(int(rows[schedule.rank, f.kind]) * f.home.shape[-1] * f.home.element_size() for f in fields)
 
 
 @contextmanager
@@ -54,7 +52,7 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
     before = PackedTransport.dispatch, PackedTransport.give_back, PackedTransport.make_room, UnderWay.wait
 
     def dispatch(self: Any, schedule: Schedule, fields: list, nano_batch: int, moment: Any = UNNAMED) -> Any:
-        size = _size(schedule, fields, [f.home for f in fields], schedule.served_rows)
+        size = _size(schedule, fields, schedule.served_rows)
         landed[nano_batch, moment.wave] = size
         found.takes(size)
         key = moment.turn, moment.layer, nano_batch, moment.backward
@@ -62,7 +60,7 @@ def counted(has: float = float("inf")) -> Iterator[Landing]:
         return before[0](self, schedule, fields, nano_batch, moment)
 
     def give_back(self: Any, schedule: Schedule, fields: list, nano_batch: int, moment: Any = UNNAMED) -> Any:
-        size = _size(schedule, fields, [f.home for f in fields], schedule.landed_rows)
+        size = _size(schedule, fields, schedule.landed_rows)
         found.takes(size - landed.pop((nano_batch, moment.wave)))
         back = before[1](self, schedule, fields, nano_batch, moment)
         back.size = size

@@ -58,11 +58,8 @@ class Hosts:
             _run("ip", "-n", space, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "lo", "up")
             _run("ip", "-n", space, "link", "set", "eth0", "up")
-            self.limit(host, self.rate, "add")
-
-    def limit(self, host: int, rate: str, how: str = "replace") -> None:
-        bucket = ("tbf", "rate", rate, "burst", BURST, "latency", "400ms")
-        _run("ip", "netns", "exec", self.space(host), "tc", "qdisc", how, "dev", "eth0", "root", *bucket)
+            bucket = ("tbf", "rate", self.rate, "burst", BURST, "latency", "400ms")
+            _run("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "eth0", "root", *bucket)
 
     def cut(self, host: int) -> None:
         _run("ip", "-n", self.space(host), "link", "set", "eth0", "down")

@@ -21,9 +21,9 @@ from deepspeed_cad.kernels.torch_math import TorchMath
 CPU = torch.device("cpu")
 
 
-def sequences_of(lengths: list[tuple[int, int]], device: torch.device = CPU) -> Sequences:
+def sequences_of(lengths: list[tuple[int, int]]) -> Sequences:
     host_q, host_k = (np.cumsum([0, *(pair[i] for pair in lengths)]).astype(np.int32) for i in (0, 1))
-    cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
+    cu_q, cu_k = (torch.from_numpy(x) for x in (host_q, host_k))
     return Sequences(host_q, host_k, cu_q, cu_k, max(q for q, _ in lengths), max(k for _, k in lengths))
 
 

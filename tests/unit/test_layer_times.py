@@ -99,10 +99,10 @@ def _learners(measured: list[list[float]], pauses: Sequence[bool] = (False,) * 3
     return [LayerTimes(len(measured), lambda model, one=one: Measured(*one), lambda no=no: no) for one, no in each]
 
 
-def _meet(everyone: list[LayerTimes], model: int = 0) -> None:
-    reports = np.stack([one.report(model) for one in everyone])
+def _meet(everyone: list[LayerTimes]) -> None:
+    reports = np.stack([one.report(0) for one in everyone])
     for one in everyone:
-        one.hear(model, reports)
+        one.hear(0, reports)
 
 
 def test_all_trainers_learn_each_ones_own_figure() -> None:

@@ -287,9 +287,7 @@ def test_the_default_file_is_the_one_that_auto_finds(
     assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit
 
 
-def profile_of_two(
-    rank: int, world: int, path: str, port: int, noisy: float, transport: str = "auto"
-) -> tuple[int, str]:
+def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) -> tuple[int, str]:
     """`torchrun --nproc-per-node 2 -m deepspeed_cad.cli profile`, in a worker: its exit code and what it said."""
     dist.barrier()  # a rank that leaves while another still connects cuts it off
     dist.destroy_process_group()
@@ -301,8 +299,7 @@ def profile_of_two(
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(profile_command, "NOISY", noisy)
         with redirect_stdout(said), redirect_stderr(said):
-            words = ["--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-            code = cli.main(["profile", *words, "--transport", transport])
+            code = cli.main(["profile", "--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"])
     return code, said.getvalue()
 
 

@@ -254,10 +254,10 @@ class Ends:
         self.store = store
         self.trainer, self.server = socket.socketpair()
 
-    def link(self, goes_on: bool = True, silent_s: float = 30.0, server: int = 1) -> ServerLink:
+    def link(self, goes_on: bool = True, silent_s: float = 30.0) -> ServerLink:
         board = Liveness(self.store, 0, 2)
         board.may_change = goes_on
-        return ServerLink(0, {server: self.trainer}, board, silent_s)
+        return ServerLink(0, {1: self.trainer}, board, silent_s)
 
     def links(self, rank: int = 1) -> TrainerLinks:
         return TrainerLinks(rank, {0: self.server}, Liveness(self.store, rank, 2))
