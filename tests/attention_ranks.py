@@ -38,16 +38,6 @@ class LseTransposed(TorchMath):
         return o, lse.t().contiguous().t()
 
 
-def check_fields(schedule: Schedule, fields: list[Outgoing] | list[Returning]) -> None:
-    """Refuse the layouts that transports of GPUs refuse; c10d by itself takes any."""
-    for one in fields:
-        assert one.home.shape[1] == schedule.groups and one.home.stride(2) == 1
-        if isinstance(one, Returning):
-            assert one.served.shape[0] == schedule.served_rows[schedule.rank, one.kind]
-            assert one.served.is_contiguous(), f"strides {one.served.stride()} cannot be returned"
-            assert one.served.dtype == one.home.dtype or (one.add and one.home.dtype == torch.float32)
-
-
 class Network:
     """Exchanges among ranks that one thread runs step by step: first all of them send, then all of them wait. With
     more waves than are under way at once each rank has a thread, because steps of ranks wait for each other."""
@@ -112,7 +102,13 @@ class NetworkTransport:
 
     def _start(self, what: str, schedule: Schedule, fields: list[Any], nano_batch: int) -> int:
         self.nano_batches.append(nano_batch)
-        check_fields(schedule, fields)
+        # Layouts that transports of GPUs refuse; c10d by itself takes any.
+        for one in fields:
+            assert one.home.shape[1] == schedule.groups and one.home.stride(2) == 1
+            if isinstance(one, Returning):
+                assert one.served.shape[0] == schedule.served_rows[schedule.rank, one.kind]
+                assert one.served.is_contiguous(), f"strides {one.served.stride()} cannot be returned"
+                assert one.served.dtype == one.home.dtype or (one.add and one.home.dtype == torch.float32)
         self.network.say(what)
         self.exchanges += 1
         self.shipped.append([f.home.shape[2] for f in fields])

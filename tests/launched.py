@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tests" / "processes" / "script_train.py")
 
 
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Python with these words, in a folder; all that it starts must end within 200 s."""
-    env = os.environ | _variables(folder)
+def run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in a folder; all that it starts must end within 250 s."""
+    env = os.environ | _variables(folder) | variables
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
-    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=250)
 
 
 def run_ranks(ranks: int, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

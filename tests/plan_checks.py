@@ -25,7 +25,11 @@ def check_solution(problem: PlanInput, found: Solution) -> None:
     _check_tasks(problem, found.tasks)
     np.testing.assert_allclose(found.work, work_of(problem, found.tasks), rtol=1e-12)
     np.testing.assert_allclose(found.work_before, work_at_home(problem), rtol=1e-12)
-    check_flows(problem, found.tasks, found.flows)
+    expected = count_flows(problem, found.tasks)
+    np.testing.assert_array_equal(found.flows.bytes, expected.bytes)
+    np.testing.assert_array_equal(found.flows.pairs, expected.pairs)
+    np.testing.assert_array_equal(found.flows.parts, expected.parts)
+    np.testing.assert_allclose(found.flows.waiting, expected.waiting, rtol=1e-12)
 
 
 def check_plan(problem: PlanInput, plan: Plan) -> None:
@@ -52,14 +56,6 @@ def check_plan(problem: PlanInput, plan: Plan) -> None:
         under = plan.load[running] < mean * (1 - problem.tolerance - 1e-9)
         # Whoever begins later than all end has nothing to run, but for a row or two that are not worth a task.
         assert not under.any() and (work[running][over] <= 1e-9 * work.sum()).all()
-
-
-def check_flows(problem: PlanInput, tasks: np.ndarray, flows: Flows) -> None:
-    expected = count_flows(problem, tasks)
-    np.testing.assert_array_equal(flows.bytes, expected.bytes)
-    np.testing.assert_array_equal(flows.pairs, expected.pairs)
-    np.testing.assert_array_equal(flows.parts, expected.parts)
-    np.testing.assert_allclose(flows.waiting, expected.waiting, rtol=1e-12)
 
 
 def count_flows(problem: PlanInput, tasks: np.ndarray) -> Flows:

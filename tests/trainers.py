@@ -109,22 +109,6 @@ def step_entry(loss: torch.Tensor) -> dict[str, Any]:
     return {"loss": float(loss.detach()), **({} if session is None else session.take_statistics("test").as_events())}
 
 
-def prepared_loop(accelerator: Any, model: Any, data: Any) -> list[dict[str, Any]]:
-    """The loop of Accelerate's documentation; gives what is logged of each micro-batch."""
-    loader = torch.utils.data.DataLoader(data, batch_size=1, collate_fn=collate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    found = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(step_entry(loss))
-    return found
-
-
 def unbalanced(steps: int, world: int, rows: int = 1) -> list[float]:
     """Max over mean of the ranks' query-key pairs in each step, from the lengths alone. In step s rank r reads `rows`
     rows of PackedRows from row (s * world + r) * rows on."""
@@ -170,17 +154,11 @@ def tokenizer() -> Any:
     )
 
 
-def write_model(folder: Path, words: Any = None) -> None:
-    """A tiny checkpoint with a tokenizer in `model`."""
-    (words or tokenizer()).save_pretrained(folder / "model")
-    training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62).save_pretrained(
-        folder / "model"
-    )
-
-
 def write_inputs(folder: Path) -> None:
-    """A tiny checkpoint, and texts of very different lengths in `data.jsonl`."""
-    write_model(folder)
+    """A tiny checkpoint with a tokenizer in `model`, and texts of very different lengths in `data.jsonl`."""
+    model = training.tiny_llama(torch.float32, pad_token_id=61, eos_token_id=62, bos_token_id=62)
+    for part in (tokenizer(), model):
+        part.save_pretrained(folder / "model")
     pick = random.Random(0)
     lengths = [min(200, max(4, round(20 * pick.lognormvariate(0.0, 1.3)))) for _ in range(200)]
     texts = [" ".join(f"w{pick.randrange(61)}" for _ in range(length)) for length in lengths]

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from pipelines import start
 
 import deepspeed_cad
 from fuzz.case import FORMS, Case
-from fuzz.data import form_of, micro_batch
+from fuzz.data import ORACLE, form_of, micro_batch
 from fuzz.play import Played, alone, model_of, tolerance_of, whole_block
 
 EVALUATED = 900
@@ -23,9 +24,8 @@ EVALUATED = 900
 def run_pipeline(case: Case, rank: int, played: Played) -> None:
     """Train as many steps as the case says; what is wrong is written down in `played`."""
     player = _Pipeline(case, rank, played)
-    steps = iter(range(case.batches[rank]))
     batches = player.batches(range(case.batches[rank] * case.accumulation))
-    for step in steps:
+    for step in range(case.batches[rank]):
         player.train(step, batches)
         if case.evaluate and step % case.evaluate == 0:
             player.evaluate(step)
@@ -34,11 +34,7 @@ def run_pipeline(case: Case, rank: int, played: Played) -> None:
 
 class _Pipeline:
     def __init__(self, case: Case, rank: int, played: Played) -> None:
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo")
-        deepspeed_cad.install()
+        start()
         self.case, self.rank, self.played = case, rank, played
         self.reference, self.tolerance = model_of(case), tolerance_of(case)
         self.module = deepspeed_cad.to_pipeline(
@@ -83,8 +79,7 @@ class _Pipeline:
             if form_of(self.case, self.replica, index) == FORMS["row"] and index % 2:
                 yield (given["input_ids"], given["position_ids"]), labels
             else:
-                oracle = ("document", "place", "reads", "shift_labels")
-                yield {**{name: value for name, value in given.items() if name not in oracle}, "labels": labels}
+                yield {**{name: value for name, value in given.items() if name not in ORACLE}, "labels": labels}
 
     def expected(self, first: int, gradients: bool) -> float:
         """The mean over micro-batches of the mean over targets, each document alone; over all replicas."""

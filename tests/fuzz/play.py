@@ -88,17 +88,13 @@ def play(rank: int, world: int, line: str, farewell: Callable[[str], None] = lam
             played.error = (type(error).__name__, names, str(error), traceback.format_exc())
             farewell(f"{type(error).__name__}: {error}")
         played.seconds = time.monotonic() - begin
-        _note_figures(played)
+        session = deepspeed_cad.current_session()
+        if session is not None:
+            played.sent, played.load = session.statistics.bytes_sent, session.statistics.load.tolist()
+            played.changes = session.servers.members.generation
+            played.repeated = getattr(session.servers, "repeated", 0)
         close_session()
     return played
-
-
-def _note_figures(played: Played) -> None:
-    session = deepspeed_cad.current_session()
-    if session is not None:
-        played.sent, played.load = session.statistics.bytes_sent, session.statistics.load.tolist()
-        played.changes = session.servers.members.generation
-        played.repeated = getattr(session.servers, "repeated", 0)
 
 
 def whole_block(case: Case) -> dict[str, Any]:

@@ -46,8 +46,9 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         # What it publishes is for this process alone, and gone when the environment is restored.
         os.environ.pop(VARIABLE, None)
         if rank >= case.world + case.servers:
-            code = _come_later(case.comes[rank - case.world - case.servers], port)
-            return Played(rank, exit_code=code)
+            role, config = take_place(f"127.0.0.1:{port}", TIMEOUT_S)
+            time.sleep(case.comes[rank - case.world - case.servers])
+            return Played(rank, exit_code=process.serve(role, config, "cpu"))
         request, server = take_role(Request(CADConfig.from_dict(whole_block(case)), "a fuzz case"))
         if server is not None:
             code = process.serve(server, request.config)
@@ -56,12 +57,6 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         request.publish()
         dist.init_process_group("gloo")
         return play(dist.get_rank(), dist.get_world_size(), line, lambda reason: farewell(reason))
-
-
-def _come_later(after: float, port: int) -> int:
-    role, config = take_place(f"127.0.0.1:{port}", TIMEOUT_S)
-    time.sleep(after)
-    return process.serve(role, config, "cpu")
 
 
 @contextmanager

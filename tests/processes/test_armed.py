@@ -8,18 +8,16 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import training
+from launched import ROOT, run
 from ports import free_port
 from trainers import write_inputs
 
 from deepspeed_cad.launch import armed
-from deepspeed_cad.request import VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK = json.dumps({"granularity": 16, "tolerance": 0.02, "links": training.LINKS})
 
 STAND_INS = """
@@ -38,18 +36,9 @@ sys.modules["deepspeed_cad.integrations.active"] = active
 """
 
 
-def _environment(folder: Path, **more: str) -> dict[str, str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", VARIABLE):
-        env.pop(name, None)
-    return env | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **more}
-
-
-def _run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=_environment(folder, **more), capture_output=True, text=True,
-        timeout=250,
-    )  # fmt: skip
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Where modules of the folder are found too."""
+    return run(list(words), folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
 
 
 ENDS = {
@@ -99,8 +88,7 @@ def test_a_script_finds_itself_as_if_started_alone(tmp_path, words, folder: str,
     code = "import os, sys; print(__name__, sys.path[0], *sys.argv[1:], os.path.basename(sys.argv[0]))"
     (tmp_path / "inner" / "script.py").write_text(code)
     here = tmp_path / "inner" if words == ["script.py"] else tmp_path
-    command = [sys.executable, "-m", "deepspeed_cad.run", *local_rank, *words, "--its", "own"]
-    done = subprocess.run(command, cwd=here, env=_environment(tmp_path), capture_output=True, text=True, timeout=100)
+    done = run(["-m", "deepspeed_cad.run", *local_rank, *words, "--its", "own"], here)
     path = str(tmp_path / folder) if folder else str(tmp_path)
     assert done.stdout.split() == ["__main__", path, *local_rank, "--its", "own", "script.py"], done.stderr
 

@@ -52,7 +52,9 @@ class EachAlone:
         return torch.cat([cases.document_attention(*one, scale, **given) for one in parts])
 
 
-def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block: dict[str, Any]) -> int:
+def options(
+    rank: int, world: int, block: dict[str, Any], lengths: list[list[int]] = UNEVEN, spans: bool = False
+) -> int:
     """Every option, forward and backward, against whole documents; gives the layers that attended."""
     cad = deepspeed_cad.open(block)
     documents = [n for own in lengths[:world] for n in own]
@@ -92,15 +94,11 @@ def options(rank: int, world: int, lengths: list[list[int]], spans: bool, block:
 
 @pytest.mark.parametrize(("world", "spans"), [(2, False), (4, False), (3, True)])
 def test_every_option_is_exact(workers: WorkerPool, world: int, spans: bool) -> None:
-    assert workers.run(options, world, SPANNING if spans else UNEVEN, spans, BLOCK) == [2 * len(OPTIONS)] * world
-
-
-def _options_of_trainers(rank: int, world: int, block: dict[str, Any]) -> int:
-    return options(rank, world, UNEVEN, False, block)
+    assert workers.run(options, world, BLOCK, SPANNING if spans else UNEVEN, spans) == [2 * len(OPTIONS)] * world
 
 
 def test_reserved_servers(workers: WorkerPool) -> None:
-    found, (server,) = served.run(workers, 2, 1, _options_of_trainers, granularity=8)
+    found, (server,) = served.run(workers, 2, 1, options, granularity=8)
     assert found == [2 * len(OPTIONS)] * 2 and server.micro_batches == len(OPTIONS)
 
 

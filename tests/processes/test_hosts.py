@@ -40,16 +40,6 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 200.0) -> tu
     return found, logs
 
 
-def go_on(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-
-
-def say_line(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout.readline().strip() == line, process.communicate(timeout=20)[1][-3000:]
-
-
 @pytest.mark.long
 def test_hosts_train_the_same(tmp_path: Path) -> None:
     write_profile(tmp_path / "profile.json", PAIR_S)
@@ -83,9 +73,11 @@ def _errors(count: int, moment: str, breaks: Callable[[Hosts], None]) -> list[st
     with open_hosts(count) as hosts:
         processes = start(hosts, [*range(count)], moment, lengths=lengths, linger_s=20, steps=9999, block=block)
         for process in processes:
-            say_line(process, moment)
+            assert process.stdout.readline().strip() == moment, process.communicate(timeout=20)[1][-3000:]
         breaks(hosts)
-        go_on(processes)
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
         return [one["error"] for one in finish(processes, block["timeout_s"] + ERROR_S)[0]]
 
 

@@ -4,6 +4,7 @@ and how a rank waits for what others do."""
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,15 +61,13 @@ def test_who_died_is_named_and_not_who_lost_it(monkeypatch: pytest.MonkeyPatch) 
     assert "lengths: rank 3 stopped: out of memory. First" in str(board[1].explain("the lengths", RuntimeError()))
 
 
-def boards(ranks: int = 2, idle_after: int | None = 8) -> list[Liveness]:
-    """The last rank is blocked before exchange 5, in collective 9; the others have begun `idle_after` collectives."""
+def boards(idle_after: int | None = 8) -> tuple[Liveness, Liveness]:
+    """The second rank is blocked before exchange 5, in collective 9; the first has begun `idle_after` collectives."""
     store = dist.HashStore()
-    made = [Liveness(store, rank, ranks) for rank in range(ranks)]
-    for one in made[:-1]:
-        one.idle_after = lambda: idle_after
-    made[-1].started = lambda: 4
-    made[-1].block(9, "document lengths at the forward number 3")
-    return made
+    first, second = (Liveness(store, rank, 2) for rank in range(2))
+    first.idle_after, second.started = lambda: idle_after, lambda: 4
+    second.block(9, "document lengths at the forward number 3")
+    return first, second
 
 
 @pytest.mark.parametrize("exchange, idle_after, hopeless", [
@@ -92,18 +91,15 @@ def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_a
 def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "LOOK_S", 0.02)
     made = boards()
-    threads, errors = [], {}
 
-    def wait(rank: int, *what: Any) -> None:
+    def wait(rank: int, *what: Any) -> str:
         with pytest.raises(CADPeerError) as caught:
             made[rank].patiently(lambda: False, *what)
-        errors[rank] = str(caught.value)
+        return str(caught.value)
 
-    for given in ((0, "exchange 5", 5), (1, "the other ranks' lengths")):
-        threads.append(threading.Thread(target=wait, args=given))
-        threads[-1].start()
-    for one in threads:
-        one.join(10)
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(wait, 0, "exchange 5", 5), pool.submit(wait, 1, "the other ranks' lengths")
+        errors = [one.result(10) for one in waits]
     assert errors[0].startswith("rank 0 waited for exchange 5: rank 1 waits for the other ranks' document lengths")
     assert errors[1].startswith("rank 1 waited for the other ranks' lengths: rank 0 stopped: waited for exchange 5 in")
     assert "rank 1 waits for the other ranks' document lengths at the forward number 3" in errors[1]

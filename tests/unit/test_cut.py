@@ -12,19 +12,6 @@ PAIR = CostModel(unit="seconds", pair=1e-12)
 FULL = PlanLayers(PAIR, None, 8)
 
 
-def _attention(tokens: int) -> float:
-    """Seconds of one document in one layer of FULL."""
-    return 8e-12 * tokens * (tokens + 1) / 2
-
-
-def _cut(lengths: list[list[int]], servers: int, linear: float | None, kinds=(FULL,), helpers: int = 0) -> np.ndarray:
-    layout = Layout.from_rank_lengths([*lengths, *[[]] * servers])
-    with np.errstate(all="raise"):  # servers have no tokens, and nothing is divided by these
-        found = choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), kinds, servers, linear, helpers)
-    assert found is not None and not found[len(lengths) :].any()
-    return found[: len(lengths)]
-
-
 @pytest.mark.parametrize("ratio, servers, helpers, share", [
     (1.0, 1, 0, 0.618),  # max(1 - x, x²) + max(x, 1 - x²) is least at the golden ratio
     (2.0, 2, 0, 0.618),
@@ -34,7 +21,12 @@ def _cut(lengths: list[list[int]], servers: int, linear: float | None, kinds=(FU
 ])  # fmt: skip
 def test_one_long_document(ratio: float, servers: int, helpers: int, share: float) -> None:
     """`ratio`: attention over linear work."""
-    found = _cut([[LONG]], servers, _attention(LONG) / LONG / ratio, helpers=helpers)[0] / LONG
+    layout = Layout.from_rank_lengths([[LONG], *[[]] * servers])
+    linear = 8e-12 * (LONG + 1) / 2 / ratio  # for each token
+    with np.errstate(all="raise"):  # servers have no tokens, and nothing is divided by these
+        cut = choose_interleaved_cut(layout, np.ones(layout.ranks, np.int64), (FULL,), servers, linear, helpers)
+    assert cut is not None and not cut[1:].any()
+    found = cut[0] / LONG
 
     def time(x: float) -> float:
         own, served = np.array([1 - x, x]), ratio * np.array([x * x, 1 - x * x])

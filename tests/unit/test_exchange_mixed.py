@@ -39,10 +39,6 @@ HOSTS = [0, 0, 2, 2], [0, 1, 0, 1], [0, 0, 0, 3], [0, 1, 1, 3, 3], [0, 1], [0, 1
 """What `near` may be: equal numbers are ranks that reach each other's memory."""
 
 
-def neighbours(near: list[int], rank: int) -> Table:
-    return np.flatnonzero(np.array(near) == near[rank])
-
-
 def at_address(address: int, width: int) -> Any:
     return SimpleNamespace(data_ptr=lambda: address, shape=(0, width), element_size=lambda: 1)
 
@@ -137,7 +133,7 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
             self.tensor, self.addresses = parts[peers.place], np.array([part.data_ptr() for part in parts], np.int64)
 
     def group_of(group: SimpleNamespace, near: list[int]) -> PeerGroup:
-        members = neighbours(near, group.rank)
+        members = np.flatnonzero(np.array(near) == near[group.rank])
         return PeerGroup(members, int(np.searchsorted(members, group.rank)), "host")
 
     for name, value in (

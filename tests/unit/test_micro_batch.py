@@ -187,10 +187,6 @@ def read(*given: Any) -> LayerInput:
     return handed[0]
 
 
-def layer() -> LayerInput:
-    return read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})
-
-
 class Stage:
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -215,19 +211,11 @@ def test_a_layer_of_a_pipeline_shows_its_mask(window: int | None) -> None:
     assert stage.seen == [(window, len), window, window]
 
 
-class Mask:
-    def __init__(self, window: int | None) -> None:
-        self.window = window
-
-    def attend(self, layer: LayerInput) -> Any:
-        return self.window
-
-
 def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> None:
     """Ticks are planned for the kinds that it sees, and a layer of another kind is an error in training."""
-    first = Alone(Mask, [])  # type: ignore[arg-type]
+    first = Alone(lambda window: mock.Mock(**{"attend.return_value": window}), [])
     with torch.autocast("cpu", torch.bfloat16):
-        assert first.attend(layer()) == 5
+        assert first.attend(read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})) == 5
     assert first.seen == [LayerKind(HeadShape(4, 2, 8, 8, 2), MaskRule(1.0, 5), torch.bfloat16)]
 
 

@@ -15,7 +15,7 @@ import cases
 import pytest
 import torch
 from attention_ranks import DIM, HEADS, Ranks
-from test_attention_call import LABEL, Layer, checkpointed, inputs, run_whole
+from test_attention_call import LABEL, Layer, checkpointed, inputs, offloaded, run_whole
 from test_streams import Stream
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -165,11 +165,6 @@ def test_order_of_copies_and_work(clocks: tuple[Parking, Stream, Stream]) -> Non
     assert not training.is_after(side), "the host or the training stream waits too early"
     first.take()
     assert training.is_after(side), "a tensor is read before it arrived"
-
-
-def offloaded(*given: Any) -> torch.Tensor:
-    with save_on_cpu():
-        return run_whole(*given)
 
 
 WAYS: dict[str, Callable[..., Any]] = {

@@ -30,13 +30,9 @@ print("last words", end="")
 """
 
 
-def _run(ending: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", SCRIPT + ending], env=env, capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("raise ValueError('no more data')", 1)])
 def test_a_thread_in_a_rendezvous_changes_neither_code_nor_words(ending: str, code: int) -> None:
-    done = _run(ending)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT + ending], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "last words"), done.stderr
     assert "terminate" not in done.stderr and ("no more data" in done.stderr) == (code == 1)
