@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import problems
 
-from deepspeed_cad.cost import PAIRS, window_start
-from deepspeed_cad.layout import Layout, Tick
-from deepspeed_cad.planner import make_plan
-from deepspeed_cad.planner.plan import HeadShape, PlanInput
+from deepspeed_cad.cost import window_start
+from deepspeed_cad.layout import Tick
+from deepspeed_cad.planner import PlanInput, make_plan
 from deepspeed_cad.schedule import (
     GROUP,
     HOME,
@@ -28,8 +27,6 @@ from deepspeed_cad.schedule import (
     schedule_rank,
 )  # fmt: skip
 
-GROUPS = 3
-
 
 def _home_labels(tick: Tick, kind: int) -> list[np.ndarray]:
     """What each rank's query or key buffer holds: (document, position) of every row, −1 where padded."""
@@ -39,7 +36,7 @@ def _home_labels(tick: Tick, kind: int) -> list[np.ndarray]:
     return labels
 
 
-def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int = GROUPS) -> list[Schedule]:
+def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int) -> list[Schedule]:
     """Every row of every head group is computed once, from exactly the keys before it, wherever they come from."""
     slices = build_slices(tick, tasks, window)
     schedules = [schedule_rank(tick, slices, rank, groups, window) for rank in range(tick.ranks)]
@@ -103,33 +100,15 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int = GROU
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 1000))
 def test_random_questions(problem: PlanInput, seed: int) -> None:
-    """The tasks of a plan, and tasks that nobody would plan."""
-    groups = problem.shape.groups
-    at_random = cases.random_tasks(problem.tick, groups, np.random.default_rng(seed))
-    for tasks in (make_plan(problem).tasks, at_random):
-        _check(problem.tick, tasks, problem.window, groups)
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.lists(st.integers(1, 90), max_size=6), min_size=1, max_size=4),
-    st.sampled_from([None, 7, 30]),
-    st.sampled_from(["rows", "stream", "zigzag"]),
-)
-def test_bytes_as_counted_are_the_bytes_that_move(ranks: list[list[int]], window: int | None, kind: str) -> None:
-    """Planner, schedule and exchange agree on every byte that leaves and reaches a rank."""
-    flat = [n for own in ranks for n in own]
-    layout = (
-        Layout.from_rank_lengths(ranks) if kind == "rows"
-        else Layout.from_stream(flat, len(ranks), -(-sum(flat) // len(ranks)) or 1, kind == "zigzag")
-    )  # fmt: skip
-    shape = HeadShape(6, GROUPS, 8, 5, 2)
-    tick = layout.tick()
-    plan = make_plan(PlanInput(tick, shape, PAIRS, window, tolerance=0.05, granularity=8))
-    schedules = _check(tick, plan.tasks, window)
-    sent, received = np.zeros(layout.ranks, np.int64), np.zeros(layout.ranks, np.int64)
+    """Tasks that nobody would plan, and those of a plan: planner, schedule and exchange agree on every byte that leaves
+    and reaches a rank."""
+    shape, tick = problem.shape, problem.tick
+    at_random = cases.random_tasks(tick, shape.groups, np.random.default_rng(seed))
+    _check(tick, at_random, problem.window, shape.groups)
+    plan = make_plan(problem)
+    sent, received = np.zeros((2, tick.ranks), np.int64)
     width = {QUERY: shape.query_bytes, KEY: shape.key_value_bytes}
-    for schedule in schedules:
+    for schedule in _check(tick, plan.tasks, problem.window, shape.groups):
         for row in schedule.sends:
             moved = int(row[ROWS]) * width[row[KIND]]
             back = int(row[ROWS]) * shape.output_bytes if row[KIND] == QUERY else 0
