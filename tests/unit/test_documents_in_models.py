@@ -17,30 +17,22 @@ LENGTHS = [7, 30, 1, 6]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_training(form: str, capfd: pytest.CaptureFixture[str]) -> None:
-    docs = training.documents(LENGTHS, seed=1)
-    expected, gradients = training.alone(training.tiny_llama(), docs, as_in_row=True)
-    model = deepspeed_cad.apply(training.tiny_llama(), {"verify": 1}).train()
-    loss = training.loss_sum(model, told(docs, form))
+def test_training_and_evaluation(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The latter with the cache that it has by default."""
+    docs, reference = training.documents(LENGTHS, seed=1), training.tiny_llama()
+    expected, gradients = training.alone(reference, docs, as_in_row=True)
+    evaluated = torch.cat([reference(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
+    model, batch = deepspeed_cad.apply(training.tiny_llama(), {"verify": 1}).train(), told(docs, form)
+    loss = training.loss_sum(model, batch)
     loss.backward()
     assert abs(float(loss.detach()) - expected) < 1e-9 * expected
     training.assert_gradients(model, gradients, 1e-10)
     assert "micro-batch 1 of 1 is the same without CAD" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_evaluation(form: str) -> None:
-    """Also with the cache that evaluation has by default."""
-    docs = training.documents(LENGTHS, seed=1)
+    del batch["labels"]
     with torch.no_grad():
-        model = training.tiny_llama().eval()
-        expected = [model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs]
-        deepspeed_cad.apply(model, {})
-        batch = told(docs, form)
-        del batch["labels"]
-        logits = model(**batch).logits[0]
+        logits = model.eval()(**batch).logits[0]
     # Rotations are computed in fp32.
-    assert (logits[: sum(LENGTHS)] - torch.cat(expected)).abs().max() < 1e-5
+    assert (logits[: sum(LENGTHS)] - evaluated).abs().max() < 1e-5
 
 
 @pytest.mark.skipif(not NEW, reason="older versions of transformers have few of these models")
