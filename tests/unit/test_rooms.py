@@ -128,13 +128,6 @@ def test_what_a_pure_room_imports_does_not_know_it_either(room: str) -> None:
     assert not wrong
 
 
-def test_only_the_command_line_imports_the_forecast() -> None:
-    inside = set(of("forecast", "cli"))
-    assert not [
-        module for module in set(modules()) - inside if any(is_in(name, "forecast") for name in imports(module))
-    ]
-
-
 def test_kernels_import_nothing_else_of_ours() -> None:
     ours = {name for module in of("kernels") for name in imports(module) & set(modules())}
     assert ours <= {*of("kernels"), *of("errors")}
@@ -145,11 +138,12 @@ def test_attention_takes_plans_and_makes_none() -> None:
     assert ours == {"deepspeed_cad.planner.plan"}
 
 
-def test_who_imports_the_integrations() -> None:
-    inside = set(of(*STARTS, "integrations"))
+@pytest.mark.parametrize(("room", "others"), [("integrations", STARTS), ("forecast", {"cli"})])
+def test_who_imports_a_room(room: str, others: set[str]) -> None:
+    inside = set(of(*others, room))
     wrong = [
         f"{module} -> {name}" for module in sorted(set(modules()) - inside) for name in imports(module)
-        if is_in(name, "integrations")
+        if is_in(name, room)
     ]  # fmt: skip
     assert not wrong
 
