@@ -215,11 +215,6 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_left_out_and_counted(
     assert code == 2 and "holds no files" in said
 
 
-def test_one_record_in_a_json_file_is_a_data_set(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    (tmp_path / "one.json").write_text(json.dumps({"text": "w " * 300}))
-    assert plan(tmp_path / "one.json")[1]["documents"] == 1
-
-
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Makes a package impossible to import from ours."""

@@ -52,8 +52,6 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("content, words", [
     (json.dumps(GOOD | {"heads": 0}), "heads is 0"),
-    (json.dumps(GOOD | {"tolerence": 0.1}), "did you mean 'tolerance'"),
-    (json.dumps(GOOD | {"documents": [100000]}), "do not fit"),
     ("{", "is not JSON"),
     (None, "in.json cannot be read"),
 ])  # fmt: skip
@@ -97,7 +95,7 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rates[0] > rates[1] > rates[2] and found[0]["moved_bytes"] > found[2]["moved_bytes"] > 0
 
 
-def test_a_table_of_all_modes_a_sentence_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_all_modes_a_sentence_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *["long-mix", "--ranks", "16", "--steps", "2", "--link-between", "25", "--json"]]) == 0
     shown = capsys.readouterr()
     answer = json.loads(shown.out)

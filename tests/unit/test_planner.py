@@ -163,14 +163,6 @@ def test_what_is_refused(change: dict[str, Any], words: str) -> None:
         make_plan(dataclasses.replace(GOOD, **change))
 
 
-def test_zero_speed_rank_serves_nothing_and_a_fast_rank_serves_more() -> None:
-    tick = Layout.from_rank_lengths([[30000], [20000], [10000], []]).tick()
-    plan = make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.05, speed=np.array([1.0, 0.0, 2.0, 1.0])))
-    assert not (plan.tasks[:, 5] == 1).any()
-    times = plan.load[[0, 2, 3]]
-    assert times.max() <= times.mean() * 1.05 and times.min() >= times.mean() * 0.95
-
-
 def test_a_tolerance_narrower_than_the_least_move_is_kept() -> None:
     tick = Layout.from_rank_lengths([[65536], [4096] * 16, [32768] * 2, [16384] * 4]).tick()
     assert not make_plan(PlanInput(tick, SHAPE, PAIRS, tolerance=0.0005)).notes
