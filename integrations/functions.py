@@ -99,17 +99,10 @@ def cad_mask(*args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def cad_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention function. query [B, H, S, D], key and value [B, K, S, D]; gives [B, S, H, V]. What ranks divide
     among them comes as DTensors, or as this rank's part: attention is that of its heads."""
     given = {"scaling": scaling, "dropout": dropout, "softcap": softcap, **kwargs}
@@ -141,18 +134,10 @@ def cad_attention(
 
 
 def attend_layer(
-    run: Callable[[LayerInput], torch.Tensor],
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    others: Mapping[str, Any],
-) -> torch.Tensor:
+    run: Callable[[LayerInput], torch.Tensor], module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+    value: torch.Tensor, window: int | None, scaling: float | None, dropout: float, softcap: float | None,
+    sinks: torch.Tensor | None, others: Mapping[str, Any],
+) -> torch.Tensor:  # fmt: skip
     """O [B, S, H, V] of a layer, from q [B, H, S, D], k and v [B, K, S, D or V]. `run`: see function.attend; `others`:
     all else that the attention function received. Raises CADUnsupportedError for what changes what attention computes,
     and CADError where there are more keys than queries. `is_causal` is not looked at: models set it to False wherever a

@@ -75,14 +75,9 @@ class ExchangeMemory:
         return waves_within(tick, plan.tasks, rank, shape.groups, window, cut, self.room(shape))
 
     def make_room(
-        self,
-        transport: Transport,
-        schedules: tuple[Schedule, ...],
-        shape: HeadShape,
-        nano_batch: int,
-        again: Callable[[], tuple[Schedule, ...]],
-        tell: Callable[[Room], None] = lambda room: None,
-    ) -> tuple[Schedule, ...]:
+        self, transport: Transport, schedules: tuple[Schedule, ...], shape: HeadShape, nano_batch: int,
+        again: Callable[[], tuple[Schedule, ...]], tell: Callable[[Room], None] = lambda room: None,
+    ) -> tuple[Schedule, ...]:  # fmt: skip
         """Have memory for a tick, in smaller waves, which `again` makes, where a rank has too little. Collective.
 
         `tell` is called before each try: ranks that only follow are to take part in it."""

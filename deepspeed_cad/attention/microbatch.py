@@ -153,14 +153,9 @@ class MicroBatch:
         return self.memory.make_room(self.transport, planned.schedules, key.shape, nano_batch, again, tell)
 
     def plan_again(
-        self,
-        generation: int,
-        layout: Layout,
-        ticks: tuple[Tick, ...],
-        make_plan: Callable[[Tick, PlanKey], Plan],
-        transport: Transport | None,
-        orders: MicroBatchOrders | None,
-    ) -> None:
+        self, generation: int, layout: Layout, ticks: tuple[Tick, ...], make_plan: Callable[[Tick, PlanKey], Plan],
+        transport: Transport | None, orders: MicroBatchOrders | None,
+    ) -> None:  # fmt: skip
         """Other servers: forget what was planned; a kind of layer is planned again when it is next called."""
         self.generation, self.layout, self.ticks = generation, layout, ticks
         self.make_plan, self.transport, self.orders = make_plan, transport, orders

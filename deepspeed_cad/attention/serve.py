@@ -66,14 +66,9 @@ def run_local(setup: CallSetup, batches: Batches, qkv: Three, into: Outputs, sin
 
 
 def run_served(
-    setup: CallSetup,
-    wave: Wave,
-    received: Three,
-    q_THD: Tensor,
-    into: Outputs,
-    sinks_RG: Tensor | None,
+    setup: CallSetup, wave: Wave, received: Three, q_THD: Tensor, into: Outputs, sinks_RG: Tensor | None,
     sinks_H: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """O [R, G, V] and LSE [R, G] of the served tasks, made here; LSE has any strides. Half-local ones, the rank's own
     rows with keys that arrived, are run where they are, into `into`.
 

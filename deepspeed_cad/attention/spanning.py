@@ -92,14 +92,9 @@ class Spanning:
     """All documents in several pieces of one micro-batch, seen from one rank."""
 
     def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        transport: Transport,
-        turn: int,
-        device: torch.device,
+        self, layout: Layout, rank: int, transport: Transport, turn: int, device: torch.device,
         memory: ExchangeMemory = NO_LIMIT,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`turn`: of the micro-batch, as in `Moment`; `memory`: what may land at once."""
         segments = layout.segments
         several = np.bincount(segments.document)[segments.document] > 1

@@ -116,15 +116,9 @@ def read_others(tasks: Ints, rows: Segments) -> npt.NDArray[np.bool_]:
 
 
 def end_of_passes(
-    flows: Flows,
-    hosts: Ints | None,
-    own: Floats,
-    waiting: Floats,
-    start: Floats,
-    per_byte: Floats,
-    waves: int = 1,
+    flows: Flows, hosts: Ints | None, own: Floats, waiting: Floats, start: Floats, per_byte: Floats, waves: int = 1,
     passes: int = 1,
-) -> Floats:
+) -> Floats:  # fmt: skip
     """[2, ranks]: when a rank has all of its O, and all of its dQ, dK and dV.
 
     `flows` move in a layer. Of each rank: the number of its host (None: all share one); [2, ranks] seconds of its `own`

@@ -63,16 +63,9 @@ def degrees(setting: Setting, mode: str) -> list[int]:
 
 
 def foresee_rows(
-    setting: Setting,
-    mode: str,
-    tokens: Floats,
-    attention: Floats,
-    kept: bool,
-    degree: int = 1,
-    exchange: Floats | None = None,
-    sent: Floats | None = None,
-    held: float = 0.0,
-) -> Foreseen:
+    setting: Setting, mode: str, tokens: Floats, attention: Floats, kept: bool, degree: int = 1,
+    exchange: Floats | None = None, sent: Floats | None = None, held: float = 0.0,
+) -> Foreseen:  # fmt: skip
     """The step that groups of `degree` seats make of micro-batches, one after the other.
 
     [micro-batches, groups]: `tokens` of a micro-batch at one seat; bytes `sent` in a layer's exchange. [2, …] seconds:

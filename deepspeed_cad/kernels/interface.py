@@ -62,14 +62,9 @@ class Kernel(Protocol):
         """Why this backend cannot serve `need` on this machine, or None if it can."""
 
     def forward(
-        self,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
         out_QHV: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """O [Q, H, V] in the dtype of q, contiguous, and LSE [Q, H] (fp32, or fp64 for fp64 inputs), natural logarithm.
 
         LSE has any strides: most libraries make [H, Q], give a transposed view of it here and take it back in
@@ -77,17 +72,9 @@ class Kernel(Protocol):
         and the caller copies it."""
 
     def backward(
-        self,
-        do_QHV: torch.Tensor,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        o_QHV: torch.Tensor,
-        lse_QH: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
-        into: Three | None = None,
-    ) -> Three:
+        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
+    ) -> Three:  # fmt: skip
         """dQ [Q, H, D], dK [K, G, D], dV [K, G, V], contiguous; `lse_QH` has any strides. `into`: where these should be
         written, with the same freedom as `out_QHV`, all three or none. O and LSE are those of the whole softmax: where
         sinks were folded in, of the softmax with sinks, and the gradients are right for it."""

@@ -30,14 +30,9 @@ class TorchMath(Kernel):
         return None
 
     def forward(
-        self,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
+        self, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, sequences: Sequences, rule: MaskRule,
         out_QHV: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         heads, share = q_QHD.shape[1], q_QHD.shape[1] // k_KGD.shape[1]
         work = torch.promote_types(q_QHD.dtype, torch.float32)
         o_QHV = q_QHD.new_empty(q_QHD.shape[0], heads, v_KGV.shape[2])
@@ -68,17 +63,9 @@ class TorchMath(Kernel):
         return o_QHV, lse_QH
 
     def backward(
-        self,
-        do_QHV: torch.Tensor,
-        q_QHD: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGV: torch.Tensor,
-        o_QHV: torch.Tensor,
-        lse_QH: torch.Tensor,
-        sequences: Sequences,
-        rule: MaskRule,
-        into: Three | None = None,
-    ) -> Three:
+        self, do_QHV: torch.Tensor, q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGV: torch.Tensor, o_QHV: torch.Tensor,
+        lse_QH: torch.Tensor, sequences: Sequences, rule: MaskRule, into: Three | None = None,
+    ) -> Three:  # fmt: skip
         share = q_QHD.shape[1] // k_KGD.shape[1]
         work = torch.promote_types(q_QHD.dtype, torch.float32)
         dq_QHD = torch.empty_like(q_QHD, memory_format=torch.contiguous_format)

@@ -134,15 +134,9 @@ class StepPlans:
     """The plans of one optimizer step."""
 
     def __init__(
-        self,
-        plans: Plans,
-        places: Sequence[Place],
-        program: Sequence[ProgramTick],
-        gather: Callable[[], Documents | None],
-        rounds: Rounds,
-        step: int,
-        orders: bool = True,
-    ) -> None:
+        self, plans: Plans, places: Sequence[Place], program: Sequence[ProgramTick],
+        gather: Callable[[], Documents | None], rounds: Rounds, step: int, orders: bool = True,
+    ) -> None:  # fmt: skip
         """Begin to gather and to plan; called by all ranks for the same steps.
 
         `gather` gives what all ranks train, None where a loader ended; it runs on the look-ahead thread. `orders`:

@@ -124,14 +124,9 @@ def find_trips(
 
 
 def end_of_pass(
-    routes: Routes,
-    out: Trip,
-    back: Trip,
-    own: Floats,
-    waiting: Floats,
-    start: Floats | float = 0.0,
+    routes: Routes, out: Trip, back: Trip, own: Floats, waiting: Floats, start: Floats | float = 0.0,
     alternation: Alternation | None = None,
-) -> Floats:
+) -> Floats:  # fmt: skip
     """When each rank is done with a pass ([ranks]) of `own` seconds of tasks, of which `waiting` wait for what other
     ranks send, from its base load `start` on."""
     homes, servers, where, count = routes
