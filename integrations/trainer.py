@@ -182,7 +182,7 @@ def unknown_loss(trainer: Any) -> str:
     decide += [("a hook", hook) for of in hooks for hook in of.values()]
     for name, given in decide:
         if whose := _find_stranger(name, given):
-            return f"{whose} is not transformers' own: of its loss it is not known by what it is divided"
+            return f"{whose} is not transformers' own: losses may be others where documents change ranks"
     if getattr(trainer.args, "neftune_noise_alpha", None):
         return "neftune_noise_alpha puts noise on tokens"
     return ""
@@ -191,14 +191,15 @@ def unknown_loss(trainer: Any) -> str:
 def _find_stranger(name: str, run: Any) -> str:
     """The first function behind `run`, of all that wrap each other, that nobody knows; empty where all are known."""
     while run is not None:
-        run = getattr(run, "func", run)  # of a partial
+        of_partial = getattr(run, "func", run)
         # functools.wraps copies names, but not where a function was written.
-        where = getattr(getattr(run, "__func__", run), "__globals__", {}).get("__name__")
-        place, owner = str(where or getattr(run, "__module__", "")), str(getattr(run, "__qualname__", ""))
+        where = getattr(getattr(of_partial, "__func__", of_partial), "__globals__", {}).get("__name__")
+        place = str(where or getattr(of_partial, "__module__", ""))
+        owner = str(getattr(of_partial, "__qualname__", ""))
         of_trl = place.startswith("trl.") and (owner.startswith("SFTTrainer.") or name in ("forward", "a hook"))
         if not of_trl and not KNOWN.match(f"{place}.{owner}"):
             return owner or name
-        run = getattr(run, "__wrapped__", None)
+        run = getattr(run, "__wrapped__", None) or getattr(of_partial, "__wrapped__", None)
     return ""
 
 

@@ -1,6 +1,6 @@
 """What the wrappers around Trainer do by themselves: what is logged, and which loss is refused."""
 
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +90,11 @@ def test_a_loss_is_known_by_the_methods_that_run(name: str, monkeypatch: pytest.
     assert unknown_loss(on_it) == ""
     setattr(on_it, name, torch.enable_grad()(wraps(getattr(on_it, name))(lambda *_: None)))
     assert f"Trainer.{name} is not" in unknown_loss(on_it), "functools.wraps gives it that name"
+    setattr(on_it, name, partial(lambda *_: None))
+    assert "lambda" in unknown_loss(on_it)
+    known = partial(torch.clone)
+    setattr(on_it, name, update_wrapper(known, lambda *_: None))
+    assert "lambda" in unknown_loss(on_it)
     setattr(on_it, name, print)
     assert "print is not transformers' own" in unknown_loss(on_it)
     on_model.model.forward = lambda *given: None
