@@ -72,13 +72,15 @@ def _say(position: int) -> str:
 
 
 NO_PADDING: Ints = np.zeros(0, np.int64)
+STAYS, IN_ORDER = 0, 1
+"""What a rank says in place of its fields: documents stay; micro-batches do so in their order, too."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepMessage:
     micro_batches: Sequence[Announcement]
     fields: int = 0
-    """Digest of their per-token fields, or STAYS or IN_ORDER of step.py."""
+    """Digest of their per-token fields, or STAYS, or IN_ORDER."""
     padding: Ints = field(default_factory=NO_PADDING.copy)
 
     def to_array(self) -> Ints:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_cad.ahead.announced import NO_PADDING, StepMessage, to_documents
+from deepspeed_cad.ahead.announced import IN_ORDER, NO_PADDING, STAYS, StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.feed import EpochOverError, Feed, StepAt
 from deepspeed_cad.ahead.gather import Subject, What, digest
@@ -34,8 +34,6 @@ ORDERED = (
 )
 DEALT = "documents are dealt out to all ranks before each step, so compare losses of whole steps, summed over ranks"
 """What a user must know who compares losses with those of a run without CAD."""
-STAYS, IN_ORDER = 0, 1
-"""What a rank says of a step in place of its fields: documents stay; micro-batches do so in their order, too."""
 NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
 AT_RANDOM = re.compile(r"drop|jitter|noise")
 """Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
@@ -71,7 +69,7 @@ class StepAhead:
                 feed.end()
             return (lambda: batches) if batches else None
         at, keys = feed.next_step(), dict(feed.keys)
-        deals, what = feed.deals and not feed.holds, IN_ORDER if feed.holds else STAYS
+        stays = IN_ORDER if feed.holds else None if feed.deals else STAYS
         try:
             announcements = [feed.read(batch) for batch in batches]
         except CADError as error:
@@ -87,7 +85,7 @@ class StepAhead:
 
         def job() -> Arranged:
             ready()
-            return self._arrange(at, batches, announcements, keys, deals, what)
+            return self._arrange(at, batches, announcements, keys, stays)
 
         arranged = feed.worker.submit(job)
         return lambda: self._hand_out(arranged, batches, announcements, ended and len(batches) < self.accumulation)
@@ -117,14 +115,14 @@ class StepAhead:
     # On the look-ahead thread
 
     def _arrange(
-        self, at: StepAt, batches: list[Any], announcements: list[Announcement], keys: dict[PlanKey, int], deals: bool,
-        otherwise: int,
+        self, at: StepAt, batches: list[Any], announcements: list[Announcement], keys: dict[PlanKey, int],
+        stays: int | None,
     ) -> Arranged:  # fmt: skip
         feed = self.feed
         with feed.between_collectives("the documents of a step"):
-            found = self._fields(batches, announcements) if deals else None
+            found = self._fields(batches, announcements) if stays is None else None
             fields, padding = (None, NO_PADDING) if found is None else found
-            message = StepMessage(announcements, otherwise if fields is None else digest(repr(fields)), padding)
+            message = StepMessage(announcements, stays or STAYS if fields is None else digest(repr(fields)), padding)
         every = feed.gather_step(at, message.to_array())
         said = [StepMessage.from_array(every[rank]) for rank in feed.shares.members]
         with feed.between_collectives("the documents of a step"):
@@ -217,17 +215,20 @@ def settle_together(feed: Feed, began: tuple[bool, bool] | None) -> tuple[bool, 
     """What `settle` found, for ranks that read hooks and losses of their own: where an epoch begins documents are dealt
     out, and micro-batches put in order, only if all ranks may (collective). Later, by what it `began` with, a rank
     for which something has changed keeps its next steps as they are. Gives what to begin with."""
-    mine = feed.deals, feed.orders
-    if began is None and feed.replicas > 1:
-        said = feed.worker.run(lambda: feed.gatherer.numbers(mine[0] + 2 * mine[1], Subject(What.LOADER, feed.number)))
-        began = all(one & 1 for one in said), all(one & 2 for one in said)
-        if feed.rank and feed.stays and any(one & 1 for one in said):
-            notice(f"rank {feed.rank}: {feed.stays}")
-    began = began or mine
+    mine, others_deal = (feed.deals, feed.orders), False
+    if first := began is None:
+        said = [mine[0] + 2 * mine[1]]
+        if feed.replicas > 1:
+            said = feed.worker.run(lambda: feed.gatherer.numbers(said[0], Subject(What.LOADER, feed.number)))
+        began, others_deal = (all(one & 1 for one in said), all(one & 2 for one in said)), any(one & 1 for one in said)
+    # Where documents are dealt out micro-batches have no order that could be kept.
+    which = 0 if began[0] else 1
+    holds = began[which] and not mine[which]
+    if feed.stays and ((first and feed.rank and others_deal) or (holds and not feed.holds)):
+        notice(f"rank {feed.rank}: {feed.stays}")
     if mine[0] and not began[0]:
         feed.stays = "documents stay on their ranks: another rank has a reason for it"
-    feed.deals, feed.orders = began
-    feed.holds = any(then and not now for then, now in zip(began, mine))
+    (feed.deals, feed.orders), feed.holds = began, holds
     return began
 
 

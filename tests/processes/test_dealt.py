@@ -21,7 +21,7 @@ from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer
 from deepspeed_cad.ahead.move_documents import Fields, move_documents, read_fields, read_padding
-from deepspeed_cad.ahead.step import StepAhead, find_random, settle
+from deepspeed_cad.ahead.step import StepAhead, find_random, settle, settle_together
 from deepspeed_cad.planner.deal import Dealt
 from deepspeed_cad.shares import Replica, Shares
 
@@ -328,6 +328,26 @@ def test_a_router_loss_and_shared_micro_batches_stay() -> None:
     feed.shares = Shares.of([Replica((0, 1)), Replica((0, 1)), Replica((2, 3)), Replica((2, 3))], 0)
     settle(feed, torch.nn.Linear(2, 2))
     assert not feed.deals and "tensor parallelism" in feed.stays
+
+
+@pytest.mark.parametrize("began, now, others, agreed, holds", [
+    (None, (True, True), [3, 3], (True, True), False), (None, (True, True), [3, 2], (False, True), False),
+    (None, (False, False), [0, 3], (False, False), False), ((True, True), (True, True), [], (True, True), False),
+    ((True, True), (False, True), [], (True, True), True), ((False, True), (False, False), [], (False, True), True),
+    # As "deal" has it: what is random does not matter.
+    ((True, True), (True, False), [], (True, True), False), ((False, False), (False, True), [], (False, False), False),
+])  # fmt: skip
+def test_steps_are_arranged_as_all_ranks_may(
+    capfd: pytest.CaptureFixture[str], began: Any, now: Any, others: list[int], agreed: Any, holds: bool
+) -> None:
+    feed = _feed("auto")
+    feed.rank, feed.number, feed.holds, (feed.deals, feed.orders) = 1, 0, False, now
+    feed.stays = "" if now[0] else "why"
+    feed.worker = SimpleNamespace(run=lambda ask: ask())
+    feed.gatherer = SimpleNamespace(numbers=lambda mine, subject: others)
+    assert settle_together(feed, began) == agreed == (feed.deals, feed.orders) and feed.holds == holds
+    assert ("rank 1: why" in capfd.readouterr().err) == (feed.stays == "why" and (holds or 3 in others))
+    assert ("another rank" in feed.stays) == (now[0] and not agreed[0])
 
 
 def test_what_falls_on_tokens_at_random_is_found() -> None:
