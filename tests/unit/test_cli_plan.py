@@ -235,7 +235,7 @@ def test_pictures_of_what_is_foreseen(
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.iterdir())
     assert all(f"drew {folder / name}" in said for name in names)
-    for over, values in (("GPUs", {4, 8, 16}), ("tokens a GPU packs", {4096, 8192, 16384})):
+    for over, values in (("GPUs", {4, 8, 16}), ("tokens a GPU packs", {4096, 8192, 16384, 32768})):
         assert values <= {value for value, _ in drawn[over]["cad"]}, over
     assert min(value for value, _ in drawn["GPUs"]["plain"]) == 2, "one GPU has nobody to balance with"
     assert re.search(r"^ +tokens/s.* exposed$\n^ +/GPU.* exch. %$", said, re.MULTILINE)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ pytest.importorskip("accelerate")
 
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of
+from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of, write_statistics
 from deepspeed_cad.integrations.deepspeed.initialize import find_replica
 
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
@@ -82,3 +83,12 @@ def engine_of(autotp: int = 1, pieces: int = 1, **sizes: int) -> Any:
 def test_an_engine_that_divides_otherwise_is_refused(engine: Any, words: str) -> None:
     with pytest.raises(CADUnsupportedError, match=words):
         find_replica(engine)
+
+
+@pytest.mark.parametrize("rank, on, written", [(0, True, 1), (1, True, 0), (0, False, 0)])
+def test_rank_0_writes_what_happened_where_a_monitor_is_on(rank: int, on: bool, written: int) -> None:
+    engine, session = mock.Mock(global_rank=rank, global_samples=8), mock.Mock()
+    engine.monitor.enabled = on
+    session.take_statistics.return_value.as_events.return_value = {"cad/x": 2.0}
+    write_statistics(engine, session)
+    assert engine.monitor.write_events.call_args_list == [mock.call([("Train/cad/x", 2.0, 8)])] * written

@@ -4,6 +4,7 @@ import logging
 import types
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cases import document_attention
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.kernels import flash, registry, torch_math
-from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention4
+from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention4, TorchVarlen
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -187,6 +188,15 @@ def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch
     else:
         number = version.removesuffix(".post1") or "of unknown version"
         assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
+
+
+def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
+    assert TorchVarlen().refuse_more(need(), (9, 0)) is None
+    old = mock.Mock(**{"default._schema.arguments": [one for one in arguments if "window" not in one.name]})
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", old)
+    assert "is too old" in str(TorchVarlen().refuse_more(need(), (9, 0)))
 
 
 def test_a_library_without_what_is_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from cases import document_attention
 from deepspeed_cad.integrations import pipeline
 from deepspeed_cad.integrations.functions import attend_layer
 
+from deepspeed_cad.attention import microbatch
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
@@ -217,6 +218,12 @@ def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> No
     with torch.autocast("cpu", torch.bfloat16):
         assert first.attend(read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})) == 5
     assert first.seen == [LayerKind(HeadShape(4, 2, 8, 8, 2), MaskRule(1.0, 5), torch.bfloat16)]
+
+
+def test_what_waits_for_a_backward_keeps_no_larger_tensor_alive() -> None:
+    whole = torch.zeros(8, 6)
+    assert microbatch._own(whole[:4]).data_ptr() == whole.data_ptr(), "half of it is not worth a copy"
+    assert microbatch._own(whole[:3]).untyped_storage().nbytes() == 3 * 6 * 4
 
 
 def test_what_a_layer_asks_for_is_read() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, ServerLostError
+from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
@@ -77,8 +79,13 @@ def test_the_same_error_on_every_rank(place: str, changes: dict[str, Any], words
         raise found[0]
 
 
-def test_a_server_that_does_not_come(place: str) -> None:
+def test_a_server_that_does_not_come(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "LATE_S", 0.1)
     found = _all(place, lambda role, mine: mine, timeout_s=5.0, ranks=2)
+    assert all(re.fullmatch(r"rank [01] has waited 0 s for .*server 2", text) for text in caplog.messages)
+    assert len(caplog.messages) == 2
     assert all(isinstance(one, CADConfigError) and "server 2 did not come within 5 s" in str(one) for one in found)
 
 

@@ -46,6 +46,16 @@ def test_who_never_reads_ahead_is_told_once() -> None:
     assert [Feed._gather_now(feed, None) for _ in range(4)] == [0, 0, 1, 1]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("subject, words", [
+    (Subject(What.CHOICE, 1), "choice of transport"),
+    (Subject(What.LENGTHS, index=3, epoch=1), "document lengths of micro-batch 3 in epoch 1"),
+    (Subject(What.STEP, 2, 1, 3), "documents of the step of step 3 in epoch 1 of model 2"),
+    (Subject(What.FORWARD, -1, index=3), "document lengths at the forward number 3 of reference model 0"),
+])  # fmt: skip
+def test_what_ranks_say_is_named(subject: Subject, words: str) -> None:
+    assert str(subject) == words
+
+
 @pytest.fixture
 def session() -> Iterator[Session]:
     with closing(Session(CADConfig.from_dict(BLOCK), torch.device("cpu"))) as opened:

@@ -294,6 +294,9 @@ def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
     assert uneven.hosts is not None and uneven.hosts.tolist() == [0, 0, 0, 1]
     stages = setting(8, 4, pipeline=2)
     assert stages.hosts is not None and stages.hosts.tolist() == [0] * 4 + [1] * 4
+    tokens, size = np.array([1000.0, 0.0]), 1000 * 2 * 4096
+    hops = size / stages.machine.between + stages.machine.latency, 0.0
+    assert non_attention(stages, tokens).hop == pytest.approx(hops), "a row without tokens is sent to nobody"
     tokens = np.array([1000.0])
     once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
     assert non_attention(own, tokens).tensor[0] == pytest.approx([once])
