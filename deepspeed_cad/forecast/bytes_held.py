@@ -105,7 +105,7 @@ def served_bytes(setting: Setting, flows: Flows, seats: slice = slice(None)) -> 
     held = rows * (shape.output_bytes * (1.0 + LSE / (2.0 * shape.value_dim)))
     if not setting.checkpointing:
         held = held + rows * shape.query_bytes + keys * shape.key_value_bytes
-    layers = 1 if setting.checkpointing and setting.recompute_attention else setting.attending
+    layers = 1 if setting.repeats_attention else setting.attending
     return float(held[seats].max(initial=0.0)) * layers
 
 

@@ -54,7 +54,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
     stages, most = setting.pipeline, float(max(layout.tokens.max() for layout in step))
     rounds = Rounds(stages, len(step))
     in_flight = rounds.in_flight(0), rounds.in_flight(stages - 1)
-    again = RECOMPUTED if setting.checkpointing and setting.recompute_attention else 1.0
+    again = RECOMPUTED if setting.repeats_attention else 1.0
     met, plans, peak, moved = [], [], 0.0, np.zeros(2)
     for layout in _ticks(rounds, step):
         plan = setting.made[id(layout)][1] if id(layout) in setting.made else plan_in_place(setting, layout)
@@ -99,7 +99,6 @@ def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
 def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
     layers, flows = setting.attending, flows_of(plan, layout.tick())
-    again = setting.checkpointing and setting.recompute_attention
     alone = _task_seconds(setting, plan.tasks, layout.ranks)
     waiting = _task_seconds(setting, plan.tasks[read_others(plan.tasks, layout.segments)], layout.ranks)
     other = non_attention(setting, layout.tokens.astype(np.float64))
@@ -112,7 +111,7 @@ def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds,
     def ends(links: Floats, waves: int) -> Floats:
         of_pass = (links, waves, layers)
         found = end_of_passes(flows, setting.hosts, alone, waiting, start, *of_pass)
-        if again:
+        if setting.repeats_attention:
             # What runs again is another pass like the forward, to which all come together.
             found[1] += end_of_passes(flows, setting.hosts, alone, waiting, 0.0 * start, *of_pass)[0]
         return found
@@ -122,7 +121,8 @@ def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds,
         took = float(end.max()) + _latency(setting) / 2
         ran += took + UNEVEN * float(begin.max())
         exposed += max(0.0, took - float(best.max()))
-    parts = other.layers.sum(0) + loss, setting.in_pass(alone, kept=not again).sum(0), other.tensor.sum(0)
+    attending = setting.in_pass(alone, kept=not setting.repeats_attention).sum(0)
+    parts = other.layers.sum(0) + loss, attending, other.tensor.sum(0)
     linear, attention, tensor = (float(part.mean()) for part in parts)
     return ran, Seconds(linear, attention, exposed, tensor), flows
 

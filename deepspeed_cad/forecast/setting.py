@@ -209,6 +209,11 @@ class Setting:
         return Run(self.machine.name, mode + shared, self.cluster.ranks, self.sharding, self.pipeline)
 
     @property
+    def repeats_attention(self) -> bool:
+        """Whether CAD's attention runs again in backward."""
+        return self.checkpointing and self.recompute_attention
+
+    @property
     def sharing(self) -> int:
         """Ranks of a seat: each has a share of the heads of the same tokens."""
         return self.tensor * self.sequence

@@ -176,6 +176,9 @@ def test_balance_and_attention_that_is_not_repeated_are_told_apart() -> None:
         same = compare(setting(**changes), LONG, ["plain", "plain kept", "cad"])
         assert same.balance(same.found[-1]) == same.found[-1].tokens_per_second / same.found[0].tokens_per_second
     assert compare(setting(), LONG, ["ulysses", "cad"]).balance(cad) is None
+    for again, checkpointing in ((1.4, True), (1.0, False)):
+        found = compare(setting(checkpointing=checkpointing, recompute_attention=True), LONG, ["cad"]).found[0]
+        assert found.inside == pytest.approx(again * cad.inside)
 
 
 @pytest.mark.usefixtures("errors")

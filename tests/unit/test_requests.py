@@ -112,7 +112,7 @@ def test_accelerate_cad_needs_the_hook(started, monkeypatch, capsys) -> None:
     assert "the installed hook is not active" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["launch", "--cad", "{}", "-h"]])
+@pytest.mark.parametrize("words", [["--help", "launch"], ["launch", "--help"], ["launch", "--cad", "{}", "-h"]])
 def test_help_of_accelerate_cad_says_what_its_flags_mean(started, capsys, words: list[str]) -> None:
     try:
         assert accelerate_cad.main(words) == 0
