@@ -321,8 +321,7 @@ class Binding:
             if bool(scope.unread.differs):
                 self.refuse(
                     f"rank {self.session.rank}: the positions that reached the model are not those that the loader "
-                    'announced. Set "look_ahead": 0 if batches are changed between loader and model, or fewer than a '
-                    "step's are skipped"
+                    'announced. Set "look_ahead": 0 if batches are changed between loader and model'
                 )
         return no_rows(output) if scope.empty else None
 

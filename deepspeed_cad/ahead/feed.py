@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from deepspeed_cad.ahead.documents import Announcement, read_documents, with_ids
 from deepspeed_cad.ahead.gather import Said, State, Subject, What
@@ -25,6 +25,22 @@ logger = logging.getLogger("deepspeed_cad")
 
 StepAt = tuple[int, int, int]
 """Epoch, number of a step in it and of the step's first micro-batch."""
+
+
+class InStep(NamedTuple):
+    """Where a micro-batch stands in a step that was arranged as a whole; where none was, each is a step of its own."""
+
+    step: StepAt = (0, 0, 0)
+    place: int = 0
+    size: int = 1
+
+    def follows(self, before: "InStep") -> bool:
+        """Whether no step is left, or begun, in its middle."""
+        within = self.step == before.step and self.place == before.place + 1
+        return within or (self.place == 0 and before.place == before.size - 1)
+
+
+ON_ITS_OWN = InStep()
 
 
 class EpochOverError(CADPeerError):
@@ -59,7 +75,9 @@ class Feed:
         """Whether a loader is read a step ahead of training: else no step can be arranged."""
         self.arranged = ""
         """What is different about the micro-batches of a step, in words; empty where they come as they were loaded."""
-        self._ahead: deque[tuple[Announcement, Future[MicroBatch]]] = deque()
+        self._ahead: deque[tuple[Announcement, Future[MicroBatch], InStep]] = deque()
+        self._taken = ON_ITS_OWN
+        """Of the micro-batch that was trained last."""
         self._epoch = self._index = self._step = self._asked = 0
         self._forwards = self._looks = 0
         self._given_out = self._earlier = 0
@@ -91,14 +109,12 @@ class Feed:
         subject, self._asked = Subject(What.LOADER, self.number, index=self._asked), self._asked + 1
         return [one.value for one in self.worker.run(lambda: self.gatherer.gather(subject, value=value))]
 
-    def begin_epoch(self, at_once: int = 1) -> int:
+    def begin_epoch(self) -> int:
         """The loader starts again: what was announced but not trained is dropped, here and on other ranks, but for what
-        the loop drew to the end of epochs before. Gives the epoch's number. `at_once`: micro-batches of a step, which
-        may be drawn before the first of them is trained."""
+        the loop drew to the end of epochs before. Gives the epoch's number."""
         self._drop(self._earlier, len(self._ahead))
         self._epoch += 1
         self._index = self._step = 0
-        self._at_once = max(self._at_once, at_once)
         return self._epoch
 
     def end_epoch(self, epoch: int, whole: bool) -> None:
@@ -111,15 +127,15 @@ class Feed:
         """The loader gives the training loop one more batch, if one is left that was announced."""
         self._given_out = min(self._given_out + 1, len(self._ahead))
 
-    def announce(self, mine: Announcement, backward: bool = True) -> None:
+    def announce(self, mine: Announcement, backward: bool = True, at: InStep = ON_ITS_OWN) -> None:
         """This rank will run `mine` after everything it announced before; `backward`: and its backward."""
         epoch, index = self._epoch, self._next_index()
-        self._ahead.append((mine, self._plan(lambda: self.gather_lengths(epoch, index, mine), backward)))
+        self._ahead.append((mine, self._plan(lambda: self.gather_lengths(epoch, index, mine), backward), at))
 
-    def accept(self, mine: Announcement, planned: Future[MicroBatch]) -> None:
+    def accept(self, mine: Announcement, planned: Future[MicroBatch], at: InStep = ON_ITS_OWN) -> None:
         """Like `announce`, for a micro-batch that the look-ahead thread has planned already."""
         self._next_index()
-        self._ahead.append((mine, planned))
+        self._ahead.append((mine, planned, at))
 
     def end(self) -> None:
         """The loader has no further micro-batch. Where other ranks' loaders have, those drop what they announced."""
@@ -170,7 +186,7 @@ class Feed:
     @property
     def over(self) -> str:
         """Why the announced micro-batch that comes next cannot be trained, as far as this rank has heard; or ""."""
-        coming = [one for _, one in tuple(self._ahead)[:1] if one.done()]
+        coming = [one for _, one, _ in tuple(self._ahead)[:1] if one.done()]
         return str(coming[0].exception() or "") if coming else ""
 
     # What forwards say
@@ -179,7 +195,7 @@ class Feed:
         """The planned micro-batch of this training forward. `mine` is None where it is the announced one, unread."""
         self._refuse_abandoned()
         if mine is not None and self.draws_more:
-            drawn = enumerate(one for one, _ in islice(self._ahead, self._given_out))
+            drawn = enumerate(one for one, *_ in islice(self._ahead, self._given_out))
             same = [(one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local)]
             passed_over = min(same, default=(False, self._earlier))[1]
             self._drop(0, passed_over)
@@ -189,7 +205,7 @@ class Feed:
             if mine is None:
                 raise CADError("no micro-batch was announced")
             return self._wait(self._gather_now(mine))
-        announced, future = self._ahead.popleft()
+        announced, future, at = self._ahead.popleft()
         self._unannounced, self._given_out, self._earlier = 0, max(self._given_out - 1, 0), max(self._earlier - 1, 0)
         if mine is not None and not announced.local.same_as(mine.local):
             sizes = [f"{one.local.tokens} tokens in {len(one.local.begin)} documents" for one in (mine, announced)]
@@ -197,10 +213,19 @@ class Feed:
                 CADDataError(
                     f"rank {self.rank}: the micro-batch that reached the model ({sizes[0]}) is not the one that the "
                     f'loader announced ({sizes[1]}). Set "look_ahead": 0 if batches are changed between loader and '
-                    "model, fewer than a step's are skipped, batches of several loaders are trained in turn, or one is "
-                    "trained twice"
+                    "model, batches of several loaders are trained in turn, or one is trained twice"
                 )
             )
+        if not at.follows(self._taken):
+            self.fail(
+                CADDataError(
+                    f"rank {self.rank}: only a part of a step is trained: micro-batch {at.place + 1} of {at.size} "
+                    f"comes after {self._taken.place + 1} of {self._taken.size}, but the ranks arrange a step as a "
+                    "whole. Train or pass over whole steps, or begin the loader where training goes on, as "
+                    'accelerate.skip_first_batches does, or set "documents": "in_order"'
+                )
+            )
+        self._taken = at
         return self._wait(future)
 
     def look(self, mine: Announcement) -> MicroBatch:
@@ -324,7 +349,7 @@ class Feed:
     def _drop(self, first: int, last: int) -> None:
         """Announced micro-batches, counted from the next one, will not be trained here: tell ranks that train one."""
         ahead = list(self._ahead)
-        dropped = [planned for _, planned in ahead[first:last]]
+        dropped = [planned for _, planned, _ in ahead[first:last]]
         self._ahead = deque(ahead[:first] + ahead[last:])
         self._given_out = min(self._given_out, first) + max(self._given_out - last, 0)
         self._earlier = min(self._earlier, first) + max(self._earlier - last, 0)

@@ -65,7 +65,7 @@ class LookAheadLoader:
                 yield taken[0]
             return
         self._steps.accumulation = self._says()
-        epoch, whole = self._feed.begin_epoch(self._steps.accumulation), False
+        epoch, whole = self._feed.begin_epoch(), False
         try:
             yield from self._by_step(source, given)
             whole = True
@@ -94,6 +94,11 @@ class LookAheadLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Accelerate asks by isinstance for loaders of its own, where it makes one of another."""
+        return type(self._loader)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

@@ -17,7 +17,7 @@ import torch
 
 from deepspeed_cad.ahead.announced import IN_ORDER, NO_PADDING, STAYS, StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.feed import EpochOverError, Feed, StepAt
+from deepspeed_cad.ahead.feed import ON_ITS_OWN, EpochOverError, Feed, InStep, StepAt
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.move_documents import Fields, Moved, move_documents, read_fields, read_padding
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
@@ -88,10 +88,10 @@ class StepAhead:
             return self._arrange(at, batches, announcements, keys, stays)
 
         arranged = feed.worker.submit(job)
-        return lambda: self._hand_out(arranged, batches, announcements, ended and len(batches) < self.accumulation)
+        return lambda: self._hand_out(at, arranged, batches, announcements, ended and len(batches) < self.accumulation)
 
     def _hand_out(
-        self, arranged: Future[Arranged], batches: list[Any], announcements: list[Announcement], ended: bool
+        self, at: StepAt, arranged: Future[Arranged], batches: list[Any], announcements: list[Announcement], ended: bool
     ) -> list[Any]:
         """`ended`: the loader did within this step, and other ranks may have more in it."""
         feed, planned = self.feed, Future[MicroBatch]()
@@ -104,9 +104,11 @@ class StepAhead:
                 feed.accept(mine, planned)
             return batches
         planned.set_result(first)
-        feed.accept(announcements[0], planned)
-        for mine in announcements[1:]:
-            feed.announce(mine)
+        size = len(announcements)
+        places = [InStep(at, place, size) if feed.arranged else ON_ITS_OWN for place in range(size)]
+        feed.accept(announcements[0], planned, places[0])
+        for mine, place in zip(announcements[1:], places[1:]):
+            feed.announce(mine, at=place)
         if ended:
             # Ranks that have more in this step drop the rest when they hear that this one ended.
             feed.end()

@@ -23,9 +23,9 @@ def _announcements(model: Any) -> list[int]:
 
     feed, found = find_binding(model).feed, []
     announce, accept = feed.announce, feed.accept
-    feed.announce = lambda mine: (found.append(mine.local.tokens), announce(mine))[1]
+    feed.announce = lambda mine, **how: (found.append(mine.local.tokens), announce(mine, **how))[1]
     # The first of a step that is arranged comes planned.
-    feed.accept = lambda mine, planned: (found.append(mine.local.tokens), accept(mine, planned))[1]
+    feed.accept = lambda mine, *how: (found.append(mine.local.tokens), accept(mine, *how))[1]
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import training
 from engines import engine_config, import_deepspeed
-from pool import WorkerPool
+from pool import WorkerError, WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.ahead.loader import LookAheadLoader
@@ -117,6 +117,31 @@ def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> N
 @pytest.mark.parametrize("first, drawn, ahead", [(3, 1, 1), (0, 3, 1), (0, 3, 0)])
 def test_loops_may_pass_over_batches_or_draw_several(workers: WorkerPool, first: int, drawn: int, ahead: int) -> None:
     workers.run(_passes_over, 2, first, drawn, ahead)
+
+
+def _a_part_of_a_step(rank: int, world: int, passed: int, left_at: int) -> int:
+    """Micro-batches trained in two epochs of three steps of two; a few are passed over first, or left at the end."""
+    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "keep"}).train()
+    rows = [training.pack(training.documents([40], seed=10 * step + rank)) for step in range(6)]
+    for _ in range(2):
+        for i, batch in enumerate(deepspeed_cad.current_session().look_ahead(rows, model, accumulation=2)):
+            if i == left_at:
+                break
+            if i >= passed:
+                training.loss_sum(model, batch).backward()
+    return deepspeed_cad.current_session().statistics.micro_batches
+
+
+@pytest.mark.parametrize("passed, left_at, trained", [
+    (2, 6, 8), (0, 4, 8), (6, 6, 0), (4, 6, 4), (1, 6, None), (3, 6, None), (0, 3, None), (0, 5, None),
+])  # fmt: skip
+def test_steps_are_trained_whole(workers: WorkerPool, passed: int, left_at: int, trained: int | None) -> None:
+    if trained is not None:
+        assert workers.run(_a_part_of_a_step, 2, passed, left_at) == [trained] * 2
+        return
+    with pytest.raises(WorkerError, match="only a part of a step is trained: micro-batch . of 2 comes after") as met:
+        workers.run(_a_part_of_a_step, 2, passed, left_at)
+    assert all(error is not None for error in met.value.errors)
 
 
 def _draws_ahead(rank: int, world: int) -> None:

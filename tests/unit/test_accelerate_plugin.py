@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import training
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, InitProcessGroupKwargs
 from deepspeed_cad.integrations import accelerate as ours
 from deepspeed_cad.integrations.accelerate import CADPlugin
 
+from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 
@@ -153,3 +155,13 @@ def test_a_json_that_accelerate_does_not_read_on_a_cpu(monkeypatch, cad: dict[st
             Accelerator(deepspeed_plugin=plugin)
     else:
         assert Accelerator(deepspeed_plugin=plugin).distributed_type == DistributedType.NO
+
+
+def test_what_is_read_ahead_is_a_loader_of_accelerate() -> None:
+    """That says which batch is the last, also where some are skipped."""
+    loader = LookAheadLoader(DataLoaderShard(torch.arange(5), batch_size=1), mock.MagicMock())
+    assert isinstance(loader, DataLoaderShard)
+    skipped, ends = skip_first_batches(loader, 3), []
+    for _ in skipped:
+        ends.append(skipped.end_of_dataloader)
+    assert ends == [False, True]
