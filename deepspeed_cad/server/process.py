@@ -55,6 +55,8 @@ LAST_WORD_S = 1.5
 """For trainers to say why an exchange failed, which may be what ended this server."""
 STUCK_S = 6.0
 """After the trainers ended, for a GPU or an exchange that does not let go."""
+SAME_SIGNAL_S = 5.0
+"""Within which a second signal is the first one's, sent by a scheduler and by a launcher. A choice."""
 FAREWELL_S = 3.0
 """For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
 
@@ -69,7 +71,7 @@ def serve(split: Split, config: CADConfig, device: str = "") -> int:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     server = _Server(split, config, chosen)
-    _explain_signals(server)
+    _take_signals(server)
     try:
         server.open()
         return server.run()
@@ -218,13 +220,23 @@ def _budget(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0] * BUDGET_SHARE) if device.type == "cuda" else None
 
 
-def _explain_signals(server: _Server) -> None:
-    """Launchers end processes by SIGTERM when another one failed: say so."""
+def _take_signals(server: _Server) -> None:
+    """A launcher that is to end signals all processes at once. Trainers may need this server for the step after which
+    they save a checkpoint, so it serves until they end, or until a signal comes again. Where they can go on without it,
+    it ends at once."""
+    first: list[float] = []
 
     def end(number: int, frame: FrameType | None) -> None:
+        first.append(now := time.monotonic())
+        links, name = server.trainers, f"{signal.Signals(number).name} from the launcher or the user"
+        if links is not None and not may_change(server.config) and not links.ended.is_set():
+            if len(first) == 1:
+                _write(f"server {server.split.rank} serves until its trainers end, or a signal comes again: {name}")
+            if now - first[0] < SAME_SIGNAL_S:
+                return
         # The launcher may be first to notice that a trainer died; its socket says so too.
-        reason = "" if server.trainers is None else server.trainers.wait_for_reason(2 * LAST_WORD_S)
-        _say(server.split, reason or f"{signal.Signals(number).name} from the launcher or the user")
+        reason = "" if links is None else links.wait_for_reason(2 * LAST_WORD_S)
+        _say(server.split, reason or name)
         os._exit(128 + number)
 
     if threading.current_thread() is threading.main_thread():
@@ -233,6 +245,10 @@ def _explain_signals(server: _Server) -> None:
 
 
 def _say(split: Split, reason: str) -> int:
-    sys.stderr.write(f"deepspeed_cad: server {split.rank} ended: {reason}\n")
-    sys.stderr.flush()
+    _write(f"server {split.rank} ended: {reason}")
     return FAILED
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"deepspeed_cad: {text}\n")
+    sys.stderr.flush()

@@ -1,5 +1,6 @@
 """Life and death of reserved servers as processes: how trainers end, how servers die and come, and bad input."""
 
+import re
 import signal
 import time
 
@@ -71,6 +72,20 @@ def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     assert codes.pop("first") == 128 + signal.SIGTERM and set(codes.values()) == {0}
     assert "ended: SIGTERM from the launcher or the user" in job.said("first")
     assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
+
+
+def test_a_server_goes_on_while_trainers_save_what_they_have(job: Job) -> None:
+    """As where a launcher signals all processes: twice at once counts as once."""
+    job.launch_all(3, "until", "9")
+    job.wait_for("rank0", "step 2")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        job.processes["rank2"].send_signal(number)
+        job.wait_for("rank2", "server 2 serves until its trainers end, or a signal comes again: SIGTERM")
+    done = len(re.findall("step", job.said("rank0")))
+    job.wait_for("rank0", f"step {done + 3}")
+    (job.folder / "stop").touch()
+    assert set(job.ends("rank0").values()) == {0}
+    assert job.said("rank2").count("a signal comes again") == 1
 
 
 def test_a_server_that_fails_is_dropped_with_its_reason(job: Job) -> None:
