@@ -35,3 +35,10 @@ def why_ended(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         return f"exit code {error.code}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def in_one_line(error: BaseException) -> str:
+    """The first line of what an error says, and NCCL's own words, which torch puts last."""
+    text, _, said = str(error).strip().partition("Last error:\n")
+    lines = [one.strip() for one in (*text.splitlines()[:1], *said.splitlines()[:1])]
+    return ": ".join(one[:300] for one in lines if one) or type(error).__name__

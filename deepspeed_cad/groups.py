@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
+from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError, in_one_line
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options, numbers_of
@@ -108,7 +108,7 @@ def _open_trainers(
     except RuntimeError as error:
         raise CADPeerError(
             f"rank {rank} on {socket.gethostname()} cannot connect to all other ranks, with "
-            f"{timeout_s:g} s for each try ({str(error).strip().splitlines()[0][:300]}). The hosts reach the "
+            f"{timeout_s:g} s for each try ({in_one_line(error)}). The hosts reach the "
             "job's store, but not all of each other: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network "
             "that connects them, and look at routes and firewalls"
         ) from error

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, in_one_line
 from deepspeed_cad.exchange.transport import leave_to_streams
 
 logger = logging.getLogger("deepspeed_cad")
@@ -137,7 +137,7 @@ class Parking:
                 pin = self.device.type == "cuda"
                 made = [torch.empty(self.block, dtype=torch.uint8, pin_memory=pin) for _ in range(count)]
             except RuntimeError as error:
-                problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                problem = in_one_line(error)
         if problem:
             have = "an unknown amount" if available is None else f"{available >> 20} MiB"
             raise CADError(

@@ -20,6 +20,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from deepspeed_cad.cli.progress import progress
+from deepspeed_cad.errors import in_one_line
 from deepspeed_cad.version import OLDEST, __version__, is_too_old
 
 PACKAGES = {
@@ -129,8 +130,7 @@ def _findings(name: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return probe()
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        return [Finding(name, False, f"{type(error).__name__}: {line}".removesuffix(": "))]
+        return [Finding(name, False, f"{type(error).__name__}: {in_one_line(error)}")]
 
 
 def try_packages() -> list[Finding]:

@@ -51,22 +51,15 @@ def draw_step(comparison: Comparison, path: str) -> None:
     _save(figure, path)
 
 
-def _subplots(*shape: int, **options: Any) -> Any:
-    try:
-        import matplotlib
+def _subplots(figsize: tuple[float, float]) -> Any:
+    from matplotlib.figure import Figure
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise CADError('a picture needs matplotlib: pip install "deepspeed_cad[plot]"') from error
-    return pyplot.subplots(*shape, layout="constrained", **options)
+    figure = Figure(figsize, layout="constrained")
+    return figure, figure.subplots()
 
 
 def _save(figure: Any, path: str) -> None:
-    from matplotlib import pyplot
-
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise CADError(f"the picture {path} cannot be written: {error}") from error
-    pyplot.close(figure)

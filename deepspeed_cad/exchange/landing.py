@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, in_one_line
 from deepspeed_cad.exchange.copies import ALIGNMENT
-from deepspeed_cad.exchange.failure.board import first_line
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.group import PeerGroup
 from deepspeed_cad.exchange.native_calls import Table, symmetric_memory
@@ -98,7 +97,7 @@ def _allocate(
                     torch.cuda.synchronize(device)
             return tensors, ""
         except RuntimeError as error:
-            problem = first_line(error)
+            problem = in_one_line(error)
         tensors.clear()
         if attempt == 0:
             # Memory that torch keeps for later tensors is not free for the driver, of whom this memory is asked.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError
-from deepspeed_cad.exchange.failure.board import Liveness, first_line
+from deepspeed_cad.errors import CADError, CADUnsupportedError, ServerLostError, in_one_line
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import Group, numbers_of, rank_of
 from deepspeed_cad.exchange.landed import LandingTransport
@@ -138,7 +138,7 @@ def _make(build: Callable[[], Transport], gather: Gather) -> tuple[Transport | N
     except UnreachedError as error:
         unreached = error
     except (RuntimeError, OSError, AttributeError, TypeError, KeyError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {in_one_line(error)}"
     try:
         answers = gather(_UNREACHED if unreached is not None else int(made is not None))
     except ServerLostError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_cad.errors import in_one_line
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences, Three
 
 HALF = (torch.float16, torch.bfloat16)
@@ -208,8 +209,7 @@ def try_import(name: str) -> tuple[Any, str]:
     try:
         return import_module(name), ""
     except Exception as error:  # a broken build may raise anything
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return None, f"{name} cannot be imported ({text})"
+        return None, f"{name} cannot be imported ({in_one_line(error)})"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import torch
 
-from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.errors import CADUnsupportedError, in_one_line
 from deepspeed_cad.kernels.flash import FlashAttention2, FlashAttention4, TorchVarlen
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed, MaskRule, Sequences
 from deepspeed_cad.kernels.torch_math import TorchMath
@@ -77,5 +77,5 @@ def _try(kernel: Kernel, device: torch.device) -> tuple[bool, str]:
         o, lse = kernel.forward(q, k, v, sequences, rule)
         finite = all(bool(x.isfinite().all()) for x in (o, lse, *kernel.backward(do, q, k, v, o, lse, sequences, rule)))
     except Exception as error:  # a diagnosis reports whatever a backend raises
-        return False, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+        return False, f"{type(error).__name__}: {in_one_line(error)}"
     return (True, "forward and backward") if finite else (False, "gives numbers that are not finite")

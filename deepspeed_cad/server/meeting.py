@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, in_one_line
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import PAUSE_S, wait_until
 from deepspeed_cad.exchange.failure.roll_call import missing
@@ -122,7 +122,7 @@ def open_store(rendezvous: str, timeout_s: float) -> dist.Store:
     except (RuntimeError, ValueError) as error:
         raise CADPeerError(
             f"no store of torch.distributed answers at {rendezvous} (MASTER_ADDR:MASTER_PORT of the trainers) within "
-            f"{timeout_s:g} s: {str(error).strip().splitlines()[0]}"
+            f"{timeout_s:g} s: {in_one_line(error)}"
         ) from error
 
 

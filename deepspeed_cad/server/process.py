@@ -231,7 +231,7 @@ def _take_signals(server: _Server) -> None:
         links, name = server.trainers, f"{signal.Signals(number).name} from the launcher or the user"
         if links is not None and not may_change(server.config) and not links.ended.is_set():
             if len(first) == 1:
-                _write(f"server {server.split.rank} serves until its trainers end, or a signal comes again: {name}")
+                _say(server.split, name, "serves until its trainers end, or a signal comes again")
             if now - first[0] < SAME_SIGNAL_S:
                 return
         # The launcher may be first to notice that a trainer died; its socket says so too.
@@ -244,11 +244,7 @@ def _take_signals(server: _Server) -> None:
         signal.signal(signal.SIGINT, end)
 
 
-def _say(split: Split, reason: str) -> int:
-    _write(f"server {split.rank} ended: {reason}")
-    return FAILED
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"deepspeed_cad: {text}\n")
+def _say(split: Split, reason: str, what: str = "ended") -> int:
+    sys.stderr.write(f"deepspeed_cad: server {split.rank} {what}: {reason}\n")
     sys.stderr.flush()
+    return FAILED

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from deepspeed_cad.errors import CADConfigError
@@ -31,15 +32,9 @@ def find_config(original: Callable, args: tuple, kwargs: dict) -> Mapping:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     except TypeError:
         return {}
-    for config in (
-        given.get("config"),
-        given.get("config_params"),
-        getattr(given.get("args"), "deepspeed_config", None),
-        getattr(given.get("args"), "deepscale_config", None),
-    ):
-        if config is not None:
-            return read_config(config)
-    return {}
+    named = [getattr(given.get("args"), name, None) for name in ("deepspeed_config", "deepscale_config")]
+    said = (one for one in (given.get("config"), given.get("config_params"), *named) if one is not None)
+    return read_config(next(said, None))
 
 
 def find_cad_block(original: Callable, args: tuple, kwargs: dict) -> Any:
@@ -69,12 +64,8 @@ def _inside(config: Mapping, path: tuple[str, ...]) -> str:
     """The keys, joined by dots, of a block with a "cad" in it; "" where there is none."""
     if path and "cad" in config:
         return ".".join(path)
-    inner = (
-        _inside(value, (*path, str(key)))
-        for key, value in config.items()
-        if isinstance(value, Mapping) and key != "cad"
-    )
-    return next(filter(None, inner), "")
+    blocks = {str(key): value for key, value in config.items() if isinstance(value, Mapping) and key != "cad"}
+    return next(filter(None, (_inside(value, (*path, key)) for key, value in blocks.items())), "")
 
 
 def read_config(config: Any) -> Mapping:
@@ -84,11 +75,8 @@ def read_config(config: Any) -> Mapping:
     if not isinstance(config, str | os.PathLike):
         return {}
     try:
-        if os.path.exists(config):
-            with open(config, encoding="utf-8") as file:
-                text = file.read()
-        else:
-            text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
+        there = os.path.exists(config)
+        text = (Path(config).read_bytes() if there else base64.urlsafe_b64decode(os.fspath(config))).decode()
         try:
             read = json.loads(text)
         except ValueError:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from deepspeed_cad import threads
 from deepspeed_cad.ahead import worker as worker_room
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.errors import CADPeerError, in_one_line
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
-from deepspeed_cad.exchange.failure.board import LOST, Liveness, first_line
+from deepspeed_cad.exchange.failure.board import LOST, Liveness
 from deepspeed_cad.exchange.failure.patience import LATE_S, LOOK_S, PatientStore, SilentStoreError, wait_until
 
 
@@ -233,4 +233,4 @@ NCCL_SAID = (
     ("", "RuntimeError"),
 ])  # fmt: skip
 def test_a_line_says_what_nccl_said(text: str, kept: str) -> None:
-    assert first_line(RuntimeError(text)) == kept
+    assert in_one_line(RuntimeError(text)) == kept

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_cad.cli.data.documents import REMEDY
 from deepspeed_cad.config import read_json
-from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
+from deepspeed_cad.errors import CADConfigError, CADUnsupportedError, in_one_line
 from deepspeed_cad.forecast.setting import SHAPES, ModelShape, StateLayers
 
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -128,10 +128,8 @@ def _cached(name: str) -> Path:
         with _quiet():
             found = cached_file(name, "config.json")
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
-        raise CADConfigError(
-            f"--model: {name} is no file and cannot be found as a checkpoint: {reason}; {remedy}"
-        ) from error
+        said = f"--model: {name} is no file and cannot be found as a checkpoint: {in_one_line(error)}; {remedy}"
+        raise CADConfigError(said) from error
     return Path(str(found))
 
 

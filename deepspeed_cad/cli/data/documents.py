@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cad.errors import CADDataError
+from deepspeed_cad.errors import CADDataError, in_one_line
 from deepspeed_cad.forecast.packing import NAMED
 
 FIELDS = ("input_ids", "text", "messages")
@@ -151,8 +151,7 @@ def _load_tokenizer(name: str | None) -> Callable[..., Any]:
     except ImportError as error:
         raise CADDataError(f"reading text needs transformers: {REMEDY}") from error
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
-        raise CADDataError(f"the tokenizer {name!r} cannot be loaded: {reason}") from error
+        raise CADDataError(f"the tokenizer {name!r} cannot be loaded: {in_one_line(error)}") from error
 
 
 def documents(places: Sequence[str], field: str | None, skipped: list[str]) -> Iterator[Any]:
@@ -247,8 +246,7 @@ def _readable(where: str) -> Iterator[None]:
     except CADDataError:
         raise
     except Exception as error:  # pyarrow, pandas, fsspec and datasets each have their own
-        text = (str(error).strip().splitlines() or ["no message"])[0]
-        raise _UnreadableError(f"{where} cannot be read: {type(error).__name__}: {text}") from error
+        raise _UnreadableError(f"{where} cannot be read: {type(error).__name__}: {in_one_line(error)}") from error
 
 
 def _choose(field: str | None, columns: list[str], where: str) -> str:

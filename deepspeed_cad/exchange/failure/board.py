@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
+from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError, in_one_line
 from deepspeed_cad.exchange.failure.patience import EXCHANGE_PAUSE_S, PatientStore, SilentStoreError, wait_until
 from deepspeed_cad.notice import counted
 
@@ -267,7 +267,7 @@ class Liveness:
             who = _why_silent(gone)
         stopped = [f"rank {rank} stopped: {text}" for rank, text in said.items() if not text.startswith(LOST)]
         who = who or "; ".join(stopped) or "every rank lost the connection"
-        return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {first_line(error)}")
+        return CADPeerError(f"rank {self.rank} waited for {waited_for}: {who}. First error here: {in_one_line(error)}")
 
     def _describe(self, silent: Sequence[int]) -> str:
         places = self.places(silent)
@@ -305,7 +305,7 @@ class Liveness:
             raise
         except RuntimeError as error:
             if liveness is None:
-                raise CADPeerError(f"{waited_for} failed: {first_line(error)}") from error
+                raise CADPeerError(f"{waited_for} failed: {in_one_line(error)}") from error
             raise liveness.explain(waited_for, error, with_servers) from error
 
 
@@ -320,10 +320,3 @@ def _why_silent(error: BaseException) -> str:
     if isinstance(error, SilentStoreError):
         return f"{error}: the host that holds it (that of rank 0, or of the launcher) cannot be reached"
     return "the job's store is gone: the process that holds it (rank 0, or the launcher) died"
-
-
-def first_line(error: BaseException) -> str:
-    """And NCCL's own words, which torch puts last."""
-    text, _, said = str(error).strip().partition("Last error:\n")
-    lines = [one.strip() for one in (*text.splitlines()[:1], *said.splitlines()[:1])]
-    return ": ".join(one[:300] for one in lines if one) or type(error).__name__
