@@ -260,13 +260,12 @@ def draw(
     folder, replica = Path(args.pictures), setting.sharing * setting.pipeline
     ranks = {args.ranks * times // 8 for times in (1, 2, 4, 8, 16, 32) if args.ranks * times % 8 == 0}
     context = {args.context * times // 4 for times in (1, 2, 4, 8, 16) if args.context * times % 4 == 0}
+    servers = {max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats}
     curves = {
         "ranks": ("GPUs", [one for one in ranks if one >= 2 * replica], names),
         "context": ("tokens a GPU packs", [one for one in context if one >= 1024], names),
+        "servers": ("reserved servers", list(servers), ["cad reserved", "cad"]),
     }
-    if setting.pipeline == 1 and setting.seats > 1:
-        servers = {max(1, setting.seats * share // 16) for share in (1, 2, 3, 4, 6, 8)} - {setting.seats}
-        curves["servers"] = "reserved servers", list(servers), ["cad reserved", "cad"]
     drawn = [str(folder / "step.png")]
     draw_step(comparison, drawn[0])
     for name, (over, values, modes) in curves.items():

@@ -50,6 +50,7 @@ def _rich(lengths: list[int], seed: int, padded: bool) -> dict[str, Any]:
     packed["mask"] = packed["name"] % 3 == 0
     axes, others = torch.stack([packed["name"], -packed["name"]]), {"nothing": None, "flag": True}
     if not padded:
+        packed["labels"][0, 0] = packed["input_ids"][0, 0]  # of which no loss is taken where a row begins
         return packed | {"axes": axes} | others | _derived(lengths)
     width, fill = max(lengths), {"labels": -100}
     batch = {name: pad_sequence(x[0].split(lengths), True, fill.get(name, 0)) for name, x in packed.items()}

@@ -8,9 +8,29 @@ import pytest
 import torch
 
 from deepspeed_cad.cli import main
-from deepspeed_cad.trace import ASIDE, COMPUTE, NOT_TRACED, STEP, Span, Tracer, merge_parts, part_path, to_events
+from deepspeed_cad.trace import (
+    ASIDE,
+    COMPUTE,
+    MODEL,
+    NOT_TRACED,
+    STEP,
+    Span,
+    Tracer,
+    merge_parts,
+    name_gaps,
+    part_path,
+    to_events,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
+
+
+def test_what_lies_between_spans_is_the_models() -> None:
+    spans = [
+        Span(STEP, "micro-batch 2", None, False, 0.0, 1.0), Span(COMPUTE, "dispatch", 1, False, 0.1, 0.2),
+        Span(ASIDE, "served", 0, False, 0.2, 0.5), Span(COMPUTE, "local", 0, True, 0.4, 1.0 - 1e-5),
+    ]  # fmt: skip
+    assert name_gaps(spans) == [Span(COMPUTE, MODEL, 1, False, 0.0, 0.1), Span(COMPUTE, MODEL, None, True, 0.2, 0.4)]
 
 
 def test_events_of_a_rank() -> None:
