@@ -118,11 +118,9 @@ def _rows(
     return found[0], found[1:]
 
 
-def gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats | None, Floats | None, float]:
+def gather_keys(setting: Setting, tokens: Floats, degree: int) -> tuple[Floats, Floats, float]:
     """Seconds and bytes of gathering K and V of a row, and of scattering their gradients; and what is held of them
     where an MLP holds most: what two runs read, which is 2 × degree + 1 of the 2 × degree parts of a row."""
-    if degree == 1:
-        return None, None, 0.0
     size = tokens * degree * (2.0 * setting.shape.groups * setting.shape.head_dim * setting.shape.bytes_per_element)
     gather = setting.cluster.gather(size, degree, setting.tensor)
     # Head and tail pieces read one and a half times the row, out of what was gathered.

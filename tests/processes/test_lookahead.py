@@ -93,6 +93,7 @@ def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> N
     # Those of steps 0 and 3 have the same lengths.
     documents = [training.documents([20 * (step % 3) + 9, 90 * rank + 5], seed=10 * step + rank) for step in range(6)]
     session, rows = deepspeed_cad.current_session(), [training.pack(one) for one in documents]
+    assert not session.find_binding(model).feed.read_ahead
     batches = islice(session.look_ahead(rows, model), first, None)
     waiting = list(islice(batches, drawn - 1))
     for step in range(first, 6):

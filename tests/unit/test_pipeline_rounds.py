@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed_cad.integrations.pipeline import refuse_dropout
-from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut
+from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut, to_pipeline
 from model_cases import SMALL, meta_model
 from transformers import AutoConfig
 
@@ -201,8 +202,10 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
     ("qwen3_moe", {**MOE, "output_router_logits": True}, "output_router_logits"),
 ])  # fmt: skip
 def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(CADUnsupportedError, match=words):
-        refuse_uncut(meta_model(kind, **changes))
+    model = meta_model(kind, **changes)
+    for refuse in (refuse_uncut, partial(to_pipeline, stages=1)):
+        with pytest.raises(CADUnsupportedError, match=words):
+            refuse(model)
 
 
 def test_what_was_read_ahead_outlives_evaluations() -> None:
