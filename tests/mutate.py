@@ -1,11 +1,12 @@
-"""Mutation testing: changes the code in small wrong ways and counts how many of them the fast tests notice.
+"""Mutation testing: changes the code in small wrong ways and counts how many of them the tests notice.
 
-    python tests/mutate.py --rooms planner layout --mutants 200
-    python tests/mutate.py --mutants 600 --seconds 3600          # all rooms; again: goes on where it stopped
+    python tests/mutate.py --rooms planner layout --mutants 200 --unit
+    python tests/mutate.py --mutants 100 --seconds 3600          # all rooms; again: goes on where it stopped
 
-Each mutant is written into a copy of the checkout, and the fast tests are run on the copy until one fails, those first
-that name its module or room. The checkout itself is never changed. Writes report.json and report.md to `--output`.
-Equivalent mutants, listed in tests/README.md with the reason, do not count.
+First all tests run once in a copy of the checkout, where coverage.py notes which of them run which line. Then each
+mutant is written into the copy, and those that run its line are run until one fails. The checkout itself is never
+changed. Writes report.json and report.md to `--output`. Equivalent mutants, listed in tests/README.md with the reason,
+do not count.
 """
 
 import argparse
@@ -19,9 +20,12 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import coverage
 import pytest
 import torch
 import transformers  # noqa: F401, forked processes have it then
@@ -31,6 +35,19 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ("killed", "survived", "equivalent")
 PASSES: set[str] = set()
 """Tests that killed a mutant and are known to pass without."""
+MOST_S = 600.0
+"""Of one file of tests without a mutant; pytest ends a test that hangs long before."""
+RULES = """[run]
+source = {copy}/deepspeed_cad
+    {copy}/integrations
+data_file = {place}/data
+parallel = true
+dynamic_context = test_function
+sigterm = true
+patch = _exit
+    fork
+    subprocess
+"""
 
 
 def room_of(path: str) -> str:
@@ -39,14 +56,19 @@ def room_of(path: str) -> str:
     return "integrations" if parts[0] == "integrations" else parts[1].removesuffix(".py")
 
 
+def sources() -> list[str]:
+    """All modules, from the root of the checkout."""
+    files = [
+        path.relative_to(ROOT) for room in ("deepspeed_cad", "integrations") for path in (ROOT / room).rglob("*.py")
+    ]
+    return sorted(str(file) for file in files if file.parts[:2] != ("deepspeed_cad", "integrations"))
+
+
 def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     """Mutants in random order, from each room in proportion to what can be changed there."""
     by_room: dict[str, list[Mutant]] = defaultdict(list)
     unknown = set(rooms)
-    files = [
-        path.relative_to(ROOT) for room in ("deepspeed_cad", "integrations") for path in (ROOT / room).rglob("*.py")
-    ]
-    for path in sorted(str(file) for file in files if file.parts[:2] != ("deepspeed_cad", "integrations")):
+    for path in sources():
         names = {room_of(path), path.removeprefix("deepspeed_cad/").removesuffix(".py")}
         if not rooms or names & set(rooms):
             by_room[room_of(path)] += find_mutants(path, (ROOT / path).read_text())
@@ -68,26 +90,79 @@ def equivalent() -> list[re.Pattern[str]]:
     return [re.compile(re.escape(entry).replace(r"\*", ".*")) for entry in entries]
 
 
-def tests_for(path: str) -> list[str]:
-    """All files of tests: those first that name the module, then by their own names, then those of its room."""
-    words = Path(path).with_suffix("").parts
-    module = ".".join(words if words[0] == "deepspeed_cad" else ("deepspeed_cad", *words)).removesuffix(".__init__")
-    package, _, stem = module.rpartition(".")
-    module_named = re.compile(rf"{re.escape(module)}\b|{re.escape(package)} import (?:.*\b)?{stem}\b")
-    room_named = re.compile(rf"{re.escape(package)}\b")
+def cover(copy: Path, file: str) -> tuple[float, dict[str, dict[str, list[int]]]]:
+    """Seconds of a file of tests; and the lines of each module that each of its tests runs. What an import, a fixture,
+    a thread or another process runs counts for the file."""
+    place, started = copy / "coverage" / Path(file).stem, time.monotonic()
+    place.mkdir(parents=True)
+    (place / "rules").write_text(RULES.format(copy=copy, place=place))
+    code = run_tests(copy, [file], MOST_S, place)
+    seconds = time.monotonic() - started
+    print(f"{file}: {seconds:.0f} s", flush=True)
+    if code not in (0, 5):  # 5: none of its tests is one of these
+        raise SystemExit(f"{file} fails without a mutant, too: see {place / 'tests.log'}")
+    found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for part in place.glob("data.*"):
+        data = coverage.CoverageData(str(part))
+        try:
+            data.read()
+        except coverage.CoverageException:  # of a process that was killed while it wrote
+            continue
+        for path in data.measured_files():
+            module = str(Path(path).resolve().relative_to(copy.resolve()))
+            for line, contexts in data.contexts_by_lineno(path).items():
+                for context in contexts:
+                    found[f"{file}::{context.rpartition('.')[2]}" if context else file][module].add(line)
+    return seconds, {test: {path: sorted(lines) for path, lines in of.items()} for test, of in found.items()}
 
-    def distance(file: Path) -> tuple[bool | str, ...]:
-        text, elsewhere = file.read_text(), file.parent.name != "unit"
-        return not module_named.search(text), stem not in file.name, not room_named.search(text), elsewhere, file.name
 
-    return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").glob("*/test_*.py"), key=distance)]
+class Coverage:
+    """Which tests run which line."""
+
+    def __init__(self, copy: Path, output: Path, unit: bool) -> None:
+        store, modules = output / "coverage.json", hashlib.sha256()
+        for path in sources():
+            modules.update((ROOT / path).read_bytes())
+        folders = ["unit"] if unit else ["processes", "unit"]
+        files = [str(one.relative_to(ROOT)) for of in folders for one in (ROOT / "tests" / of).glob("test_*.py")]
+        digests = {file: modules.hexdigest() + hashlib.sha256((ROOT / file).read_bytes()).hexdigest() for file in files}
+        known = json.loads(store.read_text()) if store.exists() else {}
+        known = {file: one for file, one in known.items() if digests.get(file) == one["digest"]}
+        new = sorted(set(files) - set(known))
+        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+            for file, (seconds, ran) in zip(new, pool.map(cover, [copy] * len(new), new)):
+                known[file] = {"digest": digests[file], "seconds": seconds, "ran": ran}
+        store.write_text(json.dumps(known))
+        self._seconds = {file: one["seconds"] for file, one in known.items()}
+        self._tests: dict[tuple[str, int], list[str]] = defaultdict(list)
+        self._count: Counter[str] = Counter()
+        for test, ran in (pair for one in known.values() for pair in one["ran"].items()):
+            self._count[test] = sum(map(len, ran.values()))
+            for path, line in ((path, line) for path, lines in ran.items() for line in lines):
+                self._tests[path, line].append(test)
+
+    def tests(self, mutant: Mutant, most_s: float) -> list[str]:
+        """Those that run the line of a mutant: of the module's own tests, and those that run few lines, first; whole
+        files last, while all take no more than `most_s`."""
+        at = mutant.line
+        while at > mutant.line - 12 and (mutant.path, at) not in self._tests:  # of a long call not each line is noted
+            at -= 1
+        stem, chosen, left = Path(mutant.path).stem, [], most_s
+        for test in sorted(
+            self._tests[mutant.path, at], key=lambda one: ("::" not in one, stem not in one, self._count[one])
+        ):
+            left -= 0.0 if "::" in test else self._seconds[test]
+            if left >= 0.0:
+                chosen.append(test)
+        return chosen
 
 
-def run_tests(copy: Path, tests: list[str], limit: float) -> int | None:
-    """pytest's exit code on a copy of the checkout, in a process that has torch already; None: not done in time."""
+def run_tests(copy: Path, tests: list[str], limit: float, place: Path | None = None) -> int:
+    """pytest's exit code on a copy of the checkout, in a process that has torch already; 1: not done in time.
+    `place`: of what coverage.py notes meanwhile."""
     pid, started, status = os.fork(), time.monotonic(), None
     if not pid:
-        _in_child(copy, tests)
+        _in_child(copy, tests, place)
     while status is None and time.monotonic() - started < limit:
         found, code = os.waitpid(pid, os.WNOHANG)
         status = code if found else None
@@ -96,45 +171,47 @@ def run_tests(copy: Path, tests: list[str], limit: float) -> int | None:
         os.killpg(pid, signal.SIGKILL)
     if status is None:
         os.waitpid(pid, 0)
-    return None if status is None else os.waitstatus_to_exitcode(status)
+    return 1 if status is None else os.waitstatus_to_exitcode(status)
 
 
-def _in_child(copy: Path, tests: list[str]) -> None:
+def _in_child(copy: Path, tests: list[str], place: Path | None) -> None:
     code = 70
     try:
         os.setsid()
         os.chdir(copy)
-        log = os.open(copy / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open((place or copy) / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1), os.dup2(log, 2)
         os.environ["PYTHONPATH"] = str(copy)
         sys.path[:0] = [str(copy)]
         if hasattr(sys.modules["__main__"], "__file__"):
             del sys.modules["__main__"].__file__  # or every worker would import this script
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests]))
+        watch = None if place is None else coverage.Coverage(config_file=str(place / "rules"))
+        if watch is not None:
+            watch.start()
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]))
+        if watch is not None:
+            watch.stop()
+            watch.save()
     finally:
         os._exit(code)
 
 
-def try_mutant(mutant: Mutant, tests: list[str], copy: Path, limit: float) -> dict[str, Any]:
+def try_mutant(mutant: Mutant, tests: list[str], copy: Path) -> dict[str, Any]:
     """Write a mutant into the copy, run tests until one fails, and put the file back."""
     target, started = copy / mutant.path, time.monotonic()
     target.write_text(mutant.apply((ROOT / mutant.path).read_text()))
     # Compiled files are found by size and second of change: no mutant may be taken for another, or for the original.
     os.utime(target, (0, int(mutant.rank(0)[:7], 16)))
     try:
-        code = run_tests(copy, tests, limit)
+        code = run_tests(copy, tests, float("inf")) if tests else 0
     finally:
         shutil.copy2(ROOT / mutant.path, target)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", (copy / "tests.log").read_text(errors="replace"), re.MULTILINE)
-    if code is not None and code > 2:  # below 0: a signal, such as of an abort in compiled code
-        raise SystemExit(f"pytest ended with {code}: see {copy / 'tests.log'}")
-    result = "killed" if code != 0 else "survived"
-    by = "time" if code is None else " ".join(failed[:1])
-    if "::" in by and (test := by.partition("[")[0]) not in PASSES:
-        if run_tests(copy, [test], limit):
+    by = " ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", (copy / "tests.log").read_text(errors="replace"), re.M)[:1])
+    if code and "::" in by and (test := by.partition("[")[0]) not in PASSES:
+        if run_tests(copy, [test], float("inf")):
             raise SystemExit(f"{test} fails without a mutant, too")
         PASSES.add(test)
-    return {"result": result, "seconds": round(time.monotonic() - started, 1), "by": by}
+    return {"result": "killed" if code else "survived", "seconds": round(time.monotonic() - started, 1), "by": by}
 
 
 def write_report(output: Path, results: dict[str, dict[str, Any]], about: str) -> str:
@@ -163,9 +240,8 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="another seed, other mutants")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
-    parser.add_argument("--tests-seconds", type=float, default=900.0, help="of tests for one mutant; later is a kill")
+    parser.add_argument("--tests-seconds", type=float, default=900.0, help="of tests of processes for one mutant")
     parser.add_argument("--unit", action="store_true", help="unit tests alone")
-    parser.add_argument("--again", action="store_true", help="try those again that no test killed")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
     args = parser.parse_args()
     if os.environ.get("DEEPSPEED_CAD_AUTOLOAD") != "0":  # nothing of the package before the fork
@@ -176,25 +252,24 @@ def main() -> None:
     started, copy, report = time.monotonic(), args.output / "copy", args.output / "report.json"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
-    (copy / "deepspeed_cad" / "integrations").symlink_to(copy / "integrations")
     chosen, harmless = choose(args.rooms, args.mutants, args.seed), equivalent()
+    covered = Coverage(copy, args.output, args.unit)
     earlier = json.loads(report.read_text())["mutants"] if report.exists() else {}
     results: dict[str, dict[str, Any]] = {}
     about = f"Seed {args.seed}, {len(chosen)} mutants of {', '.join(args.rooms) or 'all rooms'}."
     print(about, flush=True)
     for mutant in chosen:
         digest = hashlib.sha256((ROOT / mutant.path).read_bytes()).hexdigest()[:12]
-        known = earlier.get(mutant.name, {"digest": "", "result": ""})
+        known = earlier.get(mutant.name, {"digest": ""})
         names = mutant.name, f"{mutant.path} {mutant.scope}: {mutant.operator}"
         if any(entry.fullmatch(name) for entry in harmless for name in names):
             found = {"result": "equivalent", "seconds": 0.0, "by": ""}
-        elif known["digest"] == digest and (not args.again or known["result"] == "killed" and known["by"] != "time"):
+        elif known["digest"] == digest and known["result"] == "killed":
             found = known
         elif time.monotonic() - started > args.seconds:
             continue
         else:
-            tests = [one for one in tests_for(mutant.path) if not args.unit or "/unit/" in one]
-            found = try_mutant(mutant, tests, copy, args.tests_seconds)
+            found = try_mutant(mutant, covered.tests(mutant, args.tests_seconds), copy)
             if found["result"] != "killed":
                 print(f"{found['result']}: {mutant.name} (line {mutant.line}, {found['seconds']:.0f} s)", flush=True)
         facts = {"room": room_of(mutant.path), "line": mutant.line, "operator": mutant.operator, "digest": digest}
