@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -149,10 +150,7 @@ def test_whoever_asks_goes_on_in_time_and_again_when_it_is_back() -> None:
 
 
 def test_a_process_that_ends_asks_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    shared = dist.HashStore()
+    shared, refuse = dist.HashStore(), mock.Mock(side_effect=RuntimeError("can't create new thread at shutdown"))
     with monkeypatch.context() as ending:
         ending.setattr(threads, "start_daemon", refuse)
         Liveness(shared, 1, 2).leave("its process ended", failed=False)

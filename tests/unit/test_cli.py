@@ -17,6 +17,8 @@ from deepspeed_cad.cli.doctor import Finding
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.exchange.probe import NAMES
+from deepspeed_cad.server import meeting, process
+from deepspeed_cad.server.launch import Split
 
 WORKS = {
     "packages": [*(Finding(name, True, "2") for name in ("torch", "numpy", "native library", "deepspeed"))],
@@ -38,10 +40,7 @@ def test_every_subcommand_that_is_listed_is_there(name: str, capsys) -> None:
 
 
 def test_an_error_of_ours_is_one_line(monkeypatch, capsys) -> None:
-    def fail() -> doctor.Report:
-        raise CADDataError("document 3 has no end")
-
-    monkeypatch.setattr(doctor, "examine", fail)
+    monkeypatch.setattr(doctor, "examine", mock.Mock(side_effect=CADDataError("document 3 has no end")))
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "deepspeed-cad doctor: document 3 has no end\n"
 
@@ -76,10 +75,8 @@ def test_exit_code_where_the_core_does_not_work(monkeypatch, section: str, found
 
 
 def test_a_probe_that_fails_is_a_finding() -> None:
-    def fail() -> list[Finding]:
-        raise OSError("first line\nsecond line")
-
-    assert doctor._findings("thing", fail) == [Finding("thing", False, "OSError: first line")]
+    fails = mock.Mock(side_effect=OSError("first line\nsecond line"))
+    assert doctor._findings("thing", fails) == [Finding("thing", False, "OSError: first line")]
     assert doctor._last_line(" \n") == "no message"
 
 
@@ -155,9 +152,6 @@ def test_the_doctor_on_this_machine() -> None:
 
 
 def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
-    from deepspeed_cad.server import meeting, process
-    from deepspeed_cad.server.launch import Split
-
     said = []
 
     def take_place(rendezvous, timeout):

@@ -160,13 +160,9 @@ def test_every_backend_is_tried() -> None:
 
 
 def test_a_backend_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(TorchMath):
-        name = "broken"
-
-        def forward(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-            raise RuntimeError("no kernel image\nmore")
-
-    monkeypatch.setattr(registry, "KERNELS", (Broken(),))
+    broken = TorchMath()
+    broken.name, broken.forward = "broken", mock.Mock(side_effect=RuntimeError("no kernel image\nmore"))  # type: ignore
+    monkeypatch.setattr(registry, "KERNELS", (broken,))
     assert try_all(CPU) == [("broken", False, "RuntimeError: no kernel image")]
 
 
@@ -176,12 +172,7 @@ def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(flash, "try_import", lambda name: (types.ModuleType(name), ""))
 
-    def find(name: str) -> str:
-        if not version:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(metadata, "version", find)
+    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=[version or metadata.PackageNotFoundError]))
     reason = FlashAttention2().refuse(need(device=torch.device("cuda", 0)))
     if version in ("2.6.1", "2.8.3.post1+cu12", "10.0"):
         assert reason is None

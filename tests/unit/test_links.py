@@ -3,6 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -110,20 +111,12 @@ def test_a_transfer_is_of_the_kind_that_is_slow() -> None:
 
 
 def test_transfers_are_summed_until_taken() -> None:
-    class Event:
-        over = False
-
-        def query(self) -> bool:
-            return self.over
-
-        def elapsed_time(self, other: object) -> float:
-            return 3.0
-
-    found, first, last = Transfers(0, [5, 6], 1e9, 1e6), Event(), Event()
+    found = Transfers(0, [5, 6], 1e9, 1e6)
+    first, last = (mock.Mock(**{"query.return_value": False, "elapsed_time.return_value": 3.0}) for _ in range(2))
     found.note(Size(BETWEEN, 1000), 0.25)
-    found.expect(first, last, Size(INSIDE, 50))  # type: ignore[arg-type]
+    found.expect(first, last, Size(INSIDE, 50))
     assert found.take().tolist() == [0, 0, 250_000_000, 1000]
-    last.over = True
+    last.query.return_value = True
     assert found.take().tolist() == [3_000_000, 50, 0, 0] and not found.take().any()
 
 

@@ -93,11 +93,8 @@ def test_an_error_of_one_part_ends_the_other_with_its_own_state() -> None:
                 top = _top_saved_tensors_default_hooks(True)
                 ended.append((torch.is_grad_enabled(), top is not None and top[0] is hooks.pack_hook))
 
-    def second() -> None:
-        raise ValueError("broken")
-
     with pytest.raises(ValueError, match="broken"):
-        _run(first, second)
+        _run(first, Mock(side_effect=ValueError("broken")))
     assert ended == [(False, True)]
     assert torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None
 

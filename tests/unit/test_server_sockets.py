@@ -329,13 +329,11 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
     assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
 
 
-def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: Ends) -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        Liveness(ends.store, 0, 3).report("lost its connection in the lengths")
-        Liveness(ends.store, 1, 3).report("ValueError: no more data")
-        links = TrainerLinks(2, {0: ends.server, 1: there}, Liveness(ends.store, 2, 3))
-        assert links.wait_for_reason(10) == "trainer 1 stopped: ValueError: no more data"
+def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: Ends, pair: Pair) -> None:
+    Liveness(ends.store, 0, 3).report("lost its connection in the lengths")
+    Liveness(ends.store, 1, 3).report("ValueError: no more data")
+    links = TrainerLinks(2, {0: ends.server, 1: pair[1]}, Liveness(ends.store, 2, 3))
+    assert links.wait_for_reason(10) == "trainer 1 stopped: ValueError: no more data"
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -376,21 +374,20 @@ def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None
     link.leave("")
 
 
-def test_orders_to_a_server_that_does_not_read_hold_nobody_up(ends: Ends) -> None:
+def test_orders_to_a_server_that_does_not_read_hold_nobody_up(ends: Ends, pair: Pair) -> None:
     """Its buffers are full: who tells it gives up, and tells the others."""
     link = ends.link(silent_s=5 * SILENT_S)
-    here, there = socket.socketpair()
-    with here, there:
-        link.add(2, here)
-        link.change((1, 2), 1, None)
-        there_inbox = TrainerLinks(2, {0: there}, Liveness(ends.store, 2, 3))
-        large = np.zeros((1 << 18, 5), int)
-        link.tell({"do": PLAN, "turn": 0, "key": [], "nano_batch": 0, "cut": []}, (large,), generation=1)
-        link.tell({"do": RELEASE, "turns": [1]}, generation=1)
-        assert list(link.gone) == [1]
-        told = [there_inbox.orders.get(timeout=10) for _ in range(2)]
-        assert [isinstance(one, Frame) and one.head["do"] for one in told] == [PLAN, RELEASE]
-        link.leave("")
+    here, there = pair
+    link.add(2, here)
+    link.change((1, 2), 1, None)
+    there_inbox = TrainerLinks(2, {0: there}, Liveness(ends.store, 2, 3))
+    large = np.zeros((1 << 18, 5), int)
+    link.tell({"do": PLAN, "turn": 0, "key": [], "nano_batch": 0, "cut": []}, (large,), generation=1)
+    link.tell({"do": RELEASE, "turns": [1]}, generation=1)
+    assert list(link.gone) == [1]
+    told = [there_inbox.orders.get(timeout=10) for _ in range(2)]
+    assert [isinstance(one, Frame) and one.head["do"] for one in told] == [PLAN, RELEASE]
+    link.leave("")
 
 
 def test_a_stranger_has_so_much_time_and_one_of_many_no_place(

@@ -242,13 +242,10 @@ def test_one_that_cannot_listen_says_why(job: Job) -> None:
 
 
 def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*_: Any, **__: Any) -> None:
-        raise RuntimeError("Connection closed by peer")
-
     made: dict[str, Any] = {}
     monkeypatch.setattr("deepspeed_cad.exchange.failure.board.WORDS_S", 0.1)
     monkeypatch.setattr(dist, "new_group", lambda **words: made.update(words) or "trainers")
-    monkeypatch.setattr(dist, "all_reduce", closed)
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
     meeting = Rendezvous(Split(2, 1, 0, job.place), 20.0)
     two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, torch.device("cpu"))
     assert made == {"timeout": timedelta(seconds=20), "backend": "gloo"}
@@ -333,13 +330,10 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
 
 
 def test_a_server_that_dies_while_data_move_is_lost() -> None:
-    def closed() -> None:
-        raise RuntimeError("connection closed by peer")
-
     board, group = Liveness(dist.HashStore(), 0, 2), mock.Mock()
     board.losses = SimpleNamespace(why=lambda: "", wait=lambda: "server 1 ended")
     transport = ComparedFirst(group, torch.device("cpu"), Alarm(0, board, 20.0))
-    work = SimpleNamespace(get_future=lambda: SimpleNamespace(done=lambda: True), wait=closed)
+    work = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed by peer")})
     with pytest.raises(ServerLostError, match="server 1 ended"):
         transport._receive(GroupTransfer(Identity(1, 0), [], [], [work]))  # type: ignore[list-item]
 

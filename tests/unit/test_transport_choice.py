@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -51,10 +52,7 @@ def test_what_the_doctor_says_of_a_transport(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_library_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise CADUnsupportedError("no libnccl")
-
-    monkeypatch.setattr(probing, "open_nccl", missing)
+    monkeypatch.setattr(probing, "open_nccl", mock.Mock(side_effect=CADUnsupportedError("no libnccl")))
     assert probing._local_refusal("nccl", GPU) == "no libnccl"
 
 
@@ -148,10 +146,8 @@ def test_names_that_do_not_fit_the_hosts_are_refused(
 
 
 def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("no symmetric memory\nlong text")
-
-    gpus.setattr(probing, "LandingTransport", broken)
+    broken = RuntimeError("no symmetric memory\nlong text")
+    gpus.setattr(probing, "LandingTransport", mock.Mock(side_effect=broken))
     with pytest.raises(CADUnsupportedError, match="nvlink: RuntimeError: no symmetric memory. Leave"):
         choose_transport("nvlink", None, GPU, alone)  # type: ignore[arg-type]
 
@@ -159,12 +155,8 @@ def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch
 @pytest.mark.parametrize("here", [True, False])
 def test_hosts_that_nccl_does_not_join_are_an_error_and_no_fallback(here: bool, gpus: pytest.MonkeyPatch) -> None:
     """c10d on GPUs runs through NCCL too, and would wait for the same hosts again."""
-
-    def unreached(*given: object) -> Made:
-        raise UnreachedError("cannot reach each other")
-
     if here:
-        gpus.setattr(probing, "NcclTransport", unreached)
+        gpus.setattr(probing, "NcclTransport", mock.Mock(side_effect=UnreachedError("cannot reach each other")))
     job = Job([7, 8, 9], answer_3=[-1 if here else 1, -1, 1])
     with pytest.raises(UnreachedError, match="cannot reach each other" if here else "did not join rank 1"):
         choose("auto", job)
