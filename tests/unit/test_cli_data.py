@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trainers
 from model_cases import NEW
 
 from deepspeed_cad.cli import main
@@ -27,11 +28,7 @@ ROWS = [{"id": number, "text": "w " * length} for number, length in enumerate(LE
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One token a word; its chat template adds two words a message."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    core = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+    made = trainers.tokenizer()
     made.save_pretrained(tmp_path_factory.mktemp("plain"))
     made.chat_template = "{% for m in messages %}{{ m.role }} says {{ m.content }} {% endfor %}"
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -50,20 +50,6 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["tasks"] == out["tasks"]
 
 
-@pytest.mark.parametrize("content, words", [
-    (json.dumps(GOOD | {"heads": 0}), "heads is 0"),
-    ("{", "is not JSON"),
-    (None, "in.json cannot be read"),
-])  # fmt: skip
-def test_a_bad_question_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
-) -> None:
-    if content is not None:
-        (tmp_path / "in.json").write_text(content)
-    code, said = plan(capsys, tmp_path / "in.json")
-    assert code == 2 and words in said and said.count("\n") == 1
-
-
 def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CAD trains the same documents, and what it gains over plain grows by far; also beside servers."""
     target = tmp_path / "out.json"
@@ -288,16 +274,22 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
 
 
 @pytest.mark.parametrize("content, said", [
+    ("{", "is not JSON"), (None, "in.json cannot be read"),
     ("3\n0\n5\n", "line 2: '0'; expected the tokens of a document"), ("3\n\n4.5\n", "line 3: '4.5'; expected"),
     ("[3, 4, -1]", "entry 2: -1; expected"), ("[3, 4", "is not a JSON list of lengths"),
     ("[3, [4, 5, 6]]", "entry 1: [4, 5, 6]; expected"), ("length\n12\n13\n", "line 1: 'length'; expected"),
 ])  # fmt: skip
-def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
-    (tmp_path / "lengths.txt").write_text(content)
-    code, shown = plan(capsys, tmp_path / "lengths.txt")
-    assert code == 2 and said in shown and "lengths.txt" in shown and shown.count("\n") == 1
-    (tmp_path / "lengths.txt").write_text("[3, 4]")
-    assert "2 documents with 7 tokens do not fill one step of 8 ranks" in plan(capsys, tmp_path / "lengths.txt")[1]
+def test_bad_files_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    """Questions to the planner, and lengths."""
+    file = tmp_path / ("lengths.txt" if content and content[0] != "{" else "in.json")
+    if content is not None:
+        file.write_text(content)
+    code, shown = plan(capsys, file)
+    assert code == 2 and said in shown and file.name in shown and shown.count("\n") == 1
+    file.write_text("[3, 4]")
+    assert "2 documents with 7 tokens do not fill one step of 8 ranks" in plan(capsys, file)[1]
 
 
 def test_what_fits_has_room_for_what_the_simulator_does_not_see(capsys: pytest.CaptureFixture[str]) -> None:

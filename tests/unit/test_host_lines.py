@@ -1,6 +1,7 @@
 """What the wrappers around Trainer do by themselves: what is logged, and which loss is refused."""
 
 from functools import partial, update_wrapper, wraps
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,19 +60,15 @@ def test_what_a_script_puts_around_a_model_may_have_a_loss() -> None:
     assert "lambda" in unknown_loss(hooked)
 
 
-@pytest.mark.parametrize(
-    "way", ["register_forward_pre_hook", "register_full_backward_pre_hook", "register_full_backward_hook"]
-)
+@pytest.mark.parametrize("way", [
+    "base_model.register_forward_pre_hook", "base_model.register_full_backward_pre_hook",
+    "base_model.register_full_backward_hook", "lm_head.weight.register_hook",
+    "lm_head.weight.register_post_accumulate_grad_hook",
+])  # fmt: skip
 def test_hooks_anywhere_in_a_model_may_look_at_other_tokens(way: str) -> None:
+    """Those of a weight may change its gradient before all ranks add theirs."""
     made = trainer_with(Trainer)
-    getattr(made.model.base_model.layers[0], way)(lambda *given: None)
-    assert "lambda" in unknown_loss(made)
-
-
-@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_gradient_that_is_changed_before_all_ranks_add_theirs_is_seen(way: str) -> None:
-    made = trainer_with(Trainer)
-    getattr(made.model.lm_head.weight, way)(lambda gradient: None)
+    attrgetter(way.replace("base_model", "base_model.layers.0"))(made.model)(lambda *given: None)
     assert "lambda" in unknown_loss(made)
 
 

@@ -238,16 +238,12 @@ def test_what_a_layer_asks_for_is_read() -> None:
     assert found.rule == MaskRule(2.0) and {x.stride(-1) for x in found.rows()} == {1}
 
 
-@pytest.mark.parametrize("dropout, others, text", [
-    (0.1, {}, "attention dropout is 0.1"),
-    (0.0, {"position_bias": torch.zeros(1)}, r"Module of layer \? passes position_bias"),
+@pytest.mark.parametrize("dropout, others, rows, kind, text", [
+    (0.1, {}, 1, CADUnsupportedError, "attention dropout is 0.1"),
+    (0.0, {"position_bias": torch.zeros(1)}, 1, CADUnsupportedError, r"Module of layer \? passes position_bias"),
+    (0.0, {}, 2, CADError, "12 keys for 6 queries: a KV cache is in use"),
 ])  # fmt: skip
-def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict[str, Any], text: str) -> None:
-    with pytest.raises(CADUnsupportedError, match=text):
-        read(torch.nn.Module(), *heads(), None, None, dropout, None, None, others)
-
-
-def test_a_cache_is_refused() -> None:
+def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict, rows: int, kind: type, text: str) -> None:
     q, k, v = heads()
-    with pytest.raises(CADError, match="12 keys for 6 queries: a KV cache is in use"):
-        read(torch.nn.Module(), q, torch.cat([k, k], 2), torch.cat([v, v], 2), None, None, 0.0, None, None, {})
+    with pytest.raises(kind, match=text):
+        read(torch.nn.Module(), q, *(x.repeat(1, 1, rows, 1) for x in (k, v)), None, None, dropout, None, None, others)

@@ -67,6 +67,7 @@ def test_servers(change: dict[str, Any], ranks: int, speed: list[float] | None) 
     (STREAM | {"documents": [1 << 31]}, r"documents\[0\] is 2147483648; expected a whole number from 0 to 2\^31"),
     (STREAM | {"tokens_per_rank": None}, "tokens_per_rank is missing: with documents"),
     (LISTS | {"heads": 6}, "kv_heads is 4 and heads is 6"),
+    (LISTS | {"heads": 0}, "heads is 0; expected a whole number of at least 1"),
     (LISTS | {"tolerance": -0.1}, "tolerance is -0.1"),
     (LISTS | {"ranks_per_node": [2, 2]}, "hosts of 2, 2 ranks have 4; there are 3"),
     (LISTS | {"ranks_per_node": [4, -1]}, r"ranks_per_node\[1\] is -1; expected above 0"),
