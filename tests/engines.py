@@ -31,13 +31,11 @@ def engine_config(stage: int, **changes: Any) -> dict[str, Any]:
 
 
 def train_engine(
-    config: dict[str, Any], checkpoint: str | None, rows: Iterable[list[torch.Tensor]], note: Any, load: str = "",
-    save: str = "", **changes: Any,
-) -> list:  # fmt: skip
+    config: dict[str, Any], checkpoint: str | None, rows: Iterable[list[torch.Tensor]], note: Any, **changes: Any
+) -> list:
     """What `note(loss)` gives after each micro-batch of a tiny Llama; `rows`: the documents of each.
 
-    `checkpoint`: "reentrant", "non-reentrant" or None; `load` and `save`: folders, read before and written behind it;
-    `changes`: to the model's config.
+    `checkpoint`: "reentrant", "non-reentrant" or None; `changes`: to the model's config.
     """
     import deepspeed
 
@@ -46,8 +44,6 @@ def train_engine(
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
-    if load:
-        engine.load_checkpoint(load)
     found = []
     for docs in rows:
         batch = training.pack(docs)
@@ -56,7 +52,5 @@ def train_engine(
         engine.backward(loss)
         engine.step()
         found.append(note(loss))
-    if save:
-        engine.save_checkpoint(save)
     engine.destroy()
     return found

@@ -11,7 +11,8 @@ import training
 from deepspeed_cad.integrations.forward_only import install_worker_hooks
 from pool import WorkerPool
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import LlamaForCausalLM
+from trainers import PackedRows, Stream, collate, training_arguments
+from transformers import LlamaForCausalLM, Trainer
 
 import deepspeed_cad
 
@@ -124,9 +125,6 @@ def test_generation_is_local(workers: WorkerPool, block: dict[str, Any]) -> None
 
 def _trainer(rank: int, world: int, folder: str, kind: str) -> tuple[dict[str, float], int]:
     """What an evaluation says, and how many of its forwards all ranks ran together."""
-    from trainers import PackedRows, Stream, collate, training_arguments
-    from transformers import Trainer
-
     model: Any = training.tiny_llama(torch.float32, use_cache=False)
     if kind != "plain":
         deepspeed_cad.apply(model, BLOCK)

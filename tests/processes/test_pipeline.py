@@ -1,6 +1,7 @@
 """Pipelines: losses and gradients of lockstep rounds are those of DeepSpeed's own schedule and of a single process."""
 
 from typing import Any
+from unittest import mock
 
 import pipelines
 import pytest
@@ -9,6 +10,11 @@ import training
 from landing import counted
 from model_cases import NEW
 from pool import WorkerPool
+from transformers import masking_utils
+
+import deepspeed_cad
+from deepspeed_cad.errors import CADError
+from deepspeed_cad.session import close_session
 
 BLOCK = {"cost": "pairs", "granularity": 2}
 LAYERS = 4
@@ -16,15 +22,14 @@ OLD = pytest.mark.skipif(not NEW, reason="its functions that make masks have oth
 
 
 def _gradients(
-    stages: int, count: int, block: dict[str, Any] | None, parts: list[int] | None = None, frozen: bool = False,
-    interval: int = 0, **changes: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
+    stages: int, count: int, block: dict[str, Any] | None, parts: list[int] | None = None, frozen: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of two steps, and the summed gradients of both, by name and layer, on this stage."""
     import deepspeed
 
-    module = pipelines.by_hand(_model(frozen), stages, parts, interval)
+    module = pipelines.by_hand(_model(frozen), stages, parts)
     module.dynamic_shape = True
-    config = pipelines.config(count, **changes) | ({} if block is None else {"cad": block})
+    config = pipelines.config(count) | ({} if block is None else {"cad": block})
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     total = pipelines.summed_gradients(engine)
@@ -54,9 +59,6 @@ def _in_one_process(replicas: int, count: int, frozen: bool = False) -> dict[str
 
 
 def _compare(rank: int, world: int, cases: list[tuple[int, int, dict[str, Any]]]) -> list[tuple[float, float]]:
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
     pipelines.start()
     found = []
     for stages, count, changes in cases:
@@ -95,9 +97,6 @@ def _losses(
     rank: int, world: int, stages: int, count: int, changes: dict[str, Any], block: dict[str, Any]
 ) -> list[list[float]]:
     """Losses of four steps on one loader with evaluations between, with CAD and without."""
-    import deepspeed_cad
-    from deepspeed_cad.session import close_session
-
     found = []
     for cad in (block, None):
         engine = _engine(stages, count, changes, cad)
@@ -129,13 +128,6 @@ def test_loaders_and_engines(fresh_workers: WorkerPool) -> None:
 
 def _hides_a_key(rank: int, world: int) -> tuple[str, str]:
     """What training says of layers whose own mask hides a key that the plan uses: unchecked, and with the default."""
-    from unittest import mock
-
-    from transformers import masking_utils
-
-    from deepspeed_cad.errors import CADError
-    from deepspeed_cad.session import close_session
-
     make, said = masking_utils.create_causal_mask, []
 
     def make_less(**given: Any) -> Any:
@@ -171,10 +163,6 @@ COUNT, KIB = 3, 2**-20
 
 
 def _train(rank: int, world: int, block: dict[str, Any]) -> dict[str, Any]:
-    import deepspeed_cad
-    from deepspeed_cad.errors import CADError
-    from deepspeed_cad.session import close_session
-
     pipelines.start()
     try:
         with counted(float("inf")) as landing:

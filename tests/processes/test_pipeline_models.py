@@ -18,6 +18,9 @@ from pool import WorkerPool
 from scripts import printed_losses
 from test_benchmarks import ROOT, torchrun
 from told import told
+from transformers import AutoModelForCausalLM, set_seed
+
+import deepspeed_cad
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -33,8 +36,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[float, dict[str, torch.Tensor]]:
-    import deepspeed_cad
-
     deepspeed = pipelines.start()
     module = deepspeed_cad.to_pipeline(source, stages=2)
     before = module.named_weights()
@@ -54,8 +55,6 @@ def _train_and_write(rank: int, world: int, source: str, target: str) -> tuple[f
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CHANGES)
 def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, kind: str) -> None:
-    from transformers import AutoModelForCausalLM, set_seed
-
     set_seed(0)
     config = tiny_config(kind, vocab_size=64, num_hidden_layers=4, sliding_window=16, **CHANGES[kind])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -78,8 +77,6 @@ def test_there_and_back(fresh_workers: WorkerPool, tmp_path: Path, kind: str) ->
 @pytest.mark.slow
 def test_the_example_there_and_without_cad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same losses with the block and without; a checkpoint that transformers loads; a timeline with every tick."""
-    from transformers import AutoModelForCausalLM
-
     monkeypatch.setenv("DEEPSPEED_CAD_TRACE_STEPS", "14")
     config = json.loads((ROOT / "examples" / "ds_pipeline_cad.json").read_text())
     config["cad"] = {"trace": str(tmp_path / "timeline.json"), "granularity": 16, "cost": "pairs"}

@@ -8,6 +8,8 @@ import training
 from pool import WorkerPool
 
 import deepspeed_cad
+from deepspeed_cad.ahead import worker
+from deepspeed_cad.exchange.failure import patience
 
 BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 300.0, "links": training.LINKS}
 LENGTHS = [[120], [20, 30, 7], [64, 40], [90, 5, 31]]
@@ -22,9 +24,6 @@ def _take_turns_to_be_slow(rank: int, world: int) -> tuple[int, int]:
 
     Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
     """
-    from deepspeed_cad.ahead import worker
-    from deepspeed_cad.exchange.failure import patience
-
     model, reference = deepspeed_cad.apply(training.tiny_llama(), BLOCK).train(), training.tiny_llama()
     session, before = deepspeed_cad.current_session(), (worker.TELL_S, patience.LOOK_S)
     board, store = session.liveness, torch.distributed.distributed_c10d._get_default_store()

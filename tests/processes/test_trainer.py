@@ -13,6 +13,7 @@ import training
 from deepspeed_cad.integrations.trainer import _may_read_ahead as may_read_ahead
 from engines import import_deepspeed
 from pool import WorkerPool
+from transformers import Trainer, TrainerCallback
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADUnsupportedError
@@ -44,8 +45,6 @@ def _trainer(
     **changes: Any,
 ) -> Any:  # fmt: skip
     """A Trainer on a new model, with CAD by its own key, by the JSON's or by that of axolotl's YAML."""
-    from transformers import Trainer
-
     model = training.sdpa_llama()
     if stage is not None:
         changes["deepspeed"] = {**trainers.zero(stage), **({"cad": trainers.BLOCK} if cad else {})}
@@ -65,8 +64,6 @@ def _trainer(
 
 def _train(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
     """What a run of the Trainer logged."""
-    from transformers import Trainer
-
     counted: list[tuple[int | None, int]] = []
 
     class Counting(Trainer):
@@ -120,7 +117,6 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool, tmp_path, cases: dic
 
 def _refusals(rank: int, world: int, folder: str) -> None:
     """What the Trainer's hook refuses, and batches that change on their way."""
-    from transformers import Trainer
 
     def trainer(*args: Any, **changes: Any) -> Any:
         trainers.start_anew()
@@ -160,7 +156,6 @@ def test_a_loader_whose_state_is_saved_is_not_read_ahead() -> None:
 
 def _changes_on_one_rank(rank: int, world: int, folder: str, later: bool) -> tuple[list[float], list[float], Any]:
     """On rank 1 what a token is depends on those beside it: from the beginning, or from the second step on."""
-    from transformers import TrainerCallback
 
     def run(cad: bool) -> list[float]:
         trainers.start_anew()

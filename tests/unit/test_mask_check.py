@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed_cad.integrations import functions
 from deepspeed_cad.integrations.mask_check import ForwardCheck, check_mask, is_due
-from transformers import masking_utils
+from transformers import LlamaConfig, masking_utils
 
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.layout import Layout, segments_from_positions
@@ -34,8 +34,6 @@ def given_by_transformers(positions: list[list[int]], mask: torch.Tensor | None,
         caught.update(kwargs)
 
     masking_utils.AttentionMaskInterface.register("caught", catch)
-    from transformers import LlamaConfig
-
     config = LlamaConfig(attn_implementation="caught", sliding_window=window, num_hidden_layers=1)
     config._attn_implementation = "caught"
     ids = torch.tensor(positions)

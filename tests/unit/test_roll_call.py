@@ -112,20 +112,12 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace, ca
         assert words in said[0]
 
 
-class Nccl:
-    """In place of NCCL."""
-
-    def __init__(self, unique_id: bytes, ranks: int, rank: int) -> None:
-        self.given = (unique_id, ranks, rank)
-
-
 @pytest.fixture()
 def joining(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     store = dist.HashStore()
     monkeypatch.setattr(nccl, "open_store", lambda group, what: dist.PrefixStore(what, store))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(nccl, "NcclCalls", Nccl)
     monkeypatch.setattr(nccl, "open_nccl", lambda: 0)
     monkeypatch.setattr(nccl, "new_unique_id", lambda: b"the id")
     return monkeypatch

@@ -11,6 +11,7 @@ from deepspeed_cad.integrations.verify import TOLERANCE, tolerance
 from model_cases import tiny_model
 
 import deepspeed_cad
+from deepspeed_cad import function
 from deepspeed_cad.attention import backward as backward_room
 from deepspeed_cad.attention import forward as forward_room
 from deepspeed_cad.errors import CADError
@@ -160,8 +161,6 @@ def test_gradients_that_are_exactly_0(rounding: float, monkeypatch: pytest.Monke
 
 def test_what_only_the_second_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument of attention that is lost on its way: right attention of wrong numbers."""
-    from deepspeed_cad import function
-
     rule = function.MaskRule
     monkeypatch.setattr(function, "MaskRule", lambda scale, *rest: rule(scale * 1.5, *rest))
     with pytest.raises(CADError, match="the output of the decoder differs"):
