@@ -33,8 +33,6 @@ from mutants import Mutant, find_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ("killed", "survived", "equivalent")
-PASSES: set[str] = set()
-"""Tests that killed a mutant and are known to pass without."""
 MOST_S = 600.0
 """Of one file of tests without a mutant; pytest ends a test that hangs long before."""
 RULES = """[run]
@@ -207,10 +205,6 @@ def try_mutant(mutant: Mutant, tests: list[str], copy: Path) -> dict[str, Any]:
     finally:
         shutil.copy2(ROOT / mutant.path, target)
     by = " ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", (copy / "tests.log").read_text(errors="replace"), re.M)[:1])
-    if code and "::" in by and (test := by.partition("[")[0]) not in PASSES:
-        if run_tests(copy, [test], float("inf")):
-            raise SystemExit(f"{test} fails without a mutant, too")
-        PASSES.add(test)
     return {"result": "killed" if code else "survived", "seconds": round(time.monotonic() - started, 1), "by": by}
 
 
