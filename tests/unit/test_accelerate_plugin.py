@@ -161,7 +161,5 @@ def test_what_is_read_ahead_is_a_loader_of_accelerate() -> None:
     """That says which batch is the last, also where some are skipped."""
     loader = LookAheadLoader(DataLoaderShard(torch.arange(5), batch_size=1), mock.MagicMock())
     assert isinstance(loader, DataLoaderShard)
-    skipped, ends = skip_first_batches(loader, 3), []
-    for _ in skipped:
-        ends.append(skipped.end_of_dataloader)
-    assert ends == [False, True]
+    skipped = skip_first_batches(loader, 3)
+    assert [skipped.end_of_dataloader for _ in skipped] == [False, True]

@@ -79,9 +79,7 @@ def test_the_same_error_on_every_rank(place: str, changes: dict[str, Any], words
         raise found[0]
 
 
-def test_a_server_that_does_not_come(
-    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_does_not_come(place: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(patience, "LATE_S", 0.1)
     found = _all(place, lambda role, mine: mine, timeout_s=5.0, ranks=2)
     assert all(re.fullmatch(r"rank [01] has waited 0 s for .*server 2", text) for text in caplog.messages)

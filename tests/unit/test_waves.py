@@ -141,5 +141,4 @@ def test_gradients_that_come_back_often_are_rounded_once() -> None:
             dtype=torch.bfloat16,
         )  # fmt: skip
         errors.append(ranks.run())
-    for name in ("dk", "dv"):
-        assert errors[1][name] < 1.5 * errors[0][name]
+    assert errors[1]["dv"] < 1.04 * errors[0]["dv"]  # added up in bf16: 1.09
