@@ -253,8 +253,9 @@ class Session:
         if self.servers.at_start and self.rank == 0 and self._statistics.micro_batches % EVERY == 0:
             self._look_for_idle()
         self._statistics.add(micro_batch)
-        as_given = not any(feed.deals and feed.cuts for feed in self.feeds)
-        if as_given and micro_batch.layout.segments.begin.any() and self._first_time("spans"):
+        # Where documents span ranks as loaded no step is arranged; else CAD cut them.
+        spans = micro_batch.layout.segments.begin.any() and not any(feed.arranged for feed in self.feeds)
+        if spans and self._first_time("spans"):
             notice("documents span ranks: their position_ids go on from one rank to the next")
         if self.tracer is not None:
             self.servers.trace_next(self.tracer)

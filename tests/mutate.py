@@ -64,6 +64,8 @@ def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
         names = {room_of(path), path.removeprefix("deepspeed_cad/").removesuffix(".py")}
         if not rooms or names & set(rooms):
             by_room[room_of(path)] += find_mutants(path, (ROOT / path).read_text())
+    if not by_room:
+        raise SystemExit(f"no such room: {', '.join(rooms)}")
     total = sum(map(len, by_room.values()))
     chosen = []
     for found in by_room.values():
@@ -190,7 +192,8 @@ def try_mutant(mutant: Mutant, tests: list[str], copy: Path) -> dict[str, Any]:
     finally:
         shutil.copy2(ROOT / mutant.path, target)
     by = " ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", (copy / "tests.log").read_text(errors="replace"), re.M)[:1])
-    return {"result": "killed" if code else "survived", "seconds": round(time.monotonic() - started, 1), "by": by}
+    seconds = round(time.monotonic() - started, 1)
+    return {"result": "killed" if code else "survived", "seconds": seconds, "by": by if code else ""}
 
 
 def write_report(output: Path, results: dict[str, dict[str, Any]], about: str) -> str:

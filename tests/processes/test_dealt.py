@@ -209,7 +209,8 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
     gradients = training.gradients(model)
     for summed in (total, *gradients.values()):
         dist.all_reduce(summed)
-    return {"loss": float(total), "gradients": gradients, "went on": went_on}
+    said = "spans" in deepspeed_cad.current_session()._said
+    return {"loss": float(total), "gradients": gradients, "went on": went_on, "said": said}
 
 
 @pytest.mark.parametrize("kind, changes, more, cut", [
@@ -232,6 +233,7 @@ def test_documents_that_are_cut(workers: WorkerPool, kind: str, changes: dict[st
         pytest.skip(f"transformers {version('transformers')} has no {kind}")
     kept, dealt = (workers.run(_cut, 4, kind, documents, dict(changes), more) for documents in ("keep", "deal"))
     assert (sum(one["went on"] for one in dealt) > 2) == cut and not any(one["went on"] for one in kept)
+    assert not any(one["said"] for one in (*kept, *dealt)), "data whose documents span ranks"
     most = 1e-5 if kind in ("gpt_oss", "qwen3_next") else 1e-10
     for old, new in zip(kept, dealt):
         assert new["loss"] == pytest.approx(old["loss"], rel=min(most, 1e-6))

@@ -7,20 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_cad import trace
 from deepspeed_cad.cli import main
-from deepspeed_cad.trace import (
-    ASIDE,
-    COMPUTE,
-    MODEL,
-    NOT_TRACED,
-    STEP,
-    Span,
-    Tracer,
-    merge_parts,
-    name_gaps,
-    part_path,
-    to_events,
-)  # fmt: skip
+from deepspeed_cad.trace import ASIDE, COMPUTE, NOT_TRACED, STEP, Span, Tracer, merge_parts, part_path, to_events
 
 CPU = torch.device("cpu")
 
@@ -30,7 +19,8 @@ def test_what_lies_between_spans_is_the_models() -> None:
         Span(STEP, "micro-batch 2", None, False, 0.0, 1.0), Span(COMPUTE, "dispatch", 1, False, 0.1, 0.2),
         Span(ASIDE, "served", 0, False, 0.2, 0.5), Span(COMPUTE, "local", 0, True, 0.4, 1.0 - 1e-5),
     ]  # fmt: skip
-    assert name_gaps(spans) == [Span(COMPUTE, MODEL, 1, False, 0.0, 0.1), Span(COMPUTE, MODEL, None, True, 0.2, 0.4)]
+    gaps = [(1, False, 0.0, 0.1), (None, True, 0.2, 0.4)]
+    assert trace.name_gaps(spans) == [Span(COMPUTE, trace.MODEL, *gap) for gap in gaps]
 
 
 def test_events_of_a_rank() -> None:
