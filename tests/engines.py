@@ -46,7 +46,7 @@ def train_engine(
     engine.train()
     found = []
     for docs in rows:
-        batch = training.pack(docs)
+        batch = {name: value.to(engine.device) for name, value in training.pack(docs).items()}
         logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
         engine.backward(loss)

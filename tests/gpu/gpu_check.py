@@ -85,7 +85,7 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
         return [Launch(group, limit_s=270)]
     if group == "growth" and shared:
         return "needs a GPU for every rank: it fills their memory"
-    if group in ("transports", "exactness", "pipelines"):
+    if group in ("transports", "exactness", "pipelines", "wrappers"):
         return [Launch(group, limit_s=150)]
     if group == "identity":
         cases = (
@@ -130,11 +130,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
 
 GROUPS = (
     "kernels", "bits", "failures", "identity", "transports", "loaders", "mixed", "models", "streams", "growth",
-    "exactness", "pipelines", "servers", "timeouts", "lifetimes",
+    "exactness", "pipelines", "servers", "timeouts", "lifetimes", "wrappers",
 )  # fmt: skip
 WAVES = (
     ("growth",), ("kernels", "bits", "failures"), ("pipelines", "servers", "identity", "timeouts"),
-    ("transports", "loaders", "models", "mixed"), ("streams", "exactness", "lifetimes"),
+    ("transports", "loaders", "models", "mixed"), ("streams", "exactness", "lifetimes", "wrappers"),
 )  # fmt: skip
 """Groups that run at the same time. FlashAttention-4 compiles its kernels in every process, for most of the time that
 models take, and what fails mostly waits; checks that fill the memory of GPUs are alone. The last ones

@@ -1,0 +1,59 @@
+"""FSDP1, FSDP2, DDP and DeepSpeed's engines around a model: losses of some steps without CAD and with it."""
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import training
+import wrapped
+from engines import engine_config, import_deepspeed, train_engine
+from lines import Found, Lines, Place, Refused
+
+from deepspeed_cad.session import close_session
+
+STEPS = 8
+MODES: list[dict[str, Any]] = [{}, {"overlap": "interleave"}, {"keep": "host"}, {"waves": 2, "keep": "host"}]
+"""Each way gets the next of these."""
+
+
+def run(place: Place, lines: Lines, case: str) -> None:
+    ways = [(name, partial(train_wrapped, name)) for name in wrapped.WAYS | wrapped.ON_GPUS]
+    ways += [(f"{name}, late", partial(train_wrapped, name, late=True)) for name in wrapped.LATE]
+    for stage, checkpoint in ((1, None), (2, "reentrant"), (3, None), (3, "non-reentrant")):
+        ways.append((f"ZeRO-{stage}, checkpointing: {checkpoint}", partial(train_zero, stage, checkpoint)))
+    for i, (name, train) in enumerate(ways):
+        more = MODES[i % len(MODES)]
+        label = ", ".join([name, *(f"{key} {value}" for key, value in more.items())])
+        lines.check("wrapper", label, lambda train=train, more=more: check(place, train, more))
+
+
+def check(place: Place, train: Any, more: dict[str, Any]) -> Found:
+    """The kernel is exact, so that another order of sums is all that may differ."""
+    tokens = 1600 if place.on_gpu else 200
+    lengths = [[tokens] if (i + place.rank) % place.ranks == 0 else [tokens // 20] * 20 for i in range(STEPS)]
+    rows = [training.documents(one, seed=i * place.ranks + place.rank) for i, one in enumerate(lengths)]
+    block = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "kernel": "torch_math", "timeout_s": 30}
+    found = []
+    for given in (None, block | more):
+        found.append(train(place, rows, given))
+        close_session()
+    plain, cad = found
+    farthest = max(abs(one / other - 1) for one, other in zip(cad, plain, strict=True))
+    right = farthest < 1e-5 and len(plain) == STEPS and plain[0] != plain[-1]
+    return right, f"{STEPS} losses from {plain[0]:.4f} to {plain[-1]:.4f}, off by {farthest:.0e}"
+
+
+def train_wrapped(way: str, place: Place, rows: list[Any], block: dict[str, Any] | None, late: bool = False) -> list:
+    if "LoRA" in way and find_spec("peft") is None:
+        raise Refused("peft is not installed")
+    if "on the host" in way and not place.on_gpu:
+        raise Refused("parameters wait on the host for a GPU")
+    return wrapped.train(way, map(training.pack, rows), float, block, place.device, late)
+
+
+def train_zero(stage: int, checkpoint: str | None, place: Place, rows: list[Any], block: dict[str, Any] | None) -> list:
+    if find_spec("deepspeed") is None:
+        raise Refused("DeepSpeed is not installed")
+    import_deepspeed()
+    config = engine_config(stage) if block is None else engine_config(stage, cad=block)
+    return train_engine(config, checkpoint, rows, float, attn_implementation="sdpa", use_cache=False)
