@@ -22,7 +22,7 @@ from deepspeed_cad import native
 from deepspeed_cad.ahead.crew import Crew
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
-from deepspeed_cad.ahead.loader import LookAheadLoader
+from deepspeed_cad.ahead.loader import LookAheadLoader, ends_steps
 from deepspeed_cad.ahead.plan import Learned, Plans
 from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.ahead.whereabouts import Whereabouts
@@ -238,10 +238,11 @@ class Session:
         if binding is None:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
         settle(binding.feed, model, "" if global_loss else NOT_STATED)
-        says, engine = getattr(model, "gradient_accumulation_steps", lambda: 1), cast(Any, model)
-        now = accumulation or (says if callable(says) else 1)
-        trained = (lambda: int(engine.micro_steps)) if hasattr(model, "micro_steps") else None
-        return LookAheadLoader(loader, binding.feed, now, trained, binding)
+        engine = cast(Any, model)
+        own = engine.gradient_accumulation_steps if ends_steps(model) else None
+        # Where the script ends steps, micro_steps counts them and not micro-batches.
+        trained = (lambda: int(engine.micro_steps)) if own and accumulation in (None, own()) else None
+        return LookAheadLoader(loader, binding.feed, accumulation or own or 1, trained, binding)
 
     # Statistics
 

@@ -25,6 +25,11 @@ def sdpa_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCa
     return tiny_llama(dtype, attn_implementation="sdpa", use_cache=False, **changes)
 
 
+def deepspeed_experts() -> torch.nn.Module:
+    """What a layer of DeepSpeed's experts is known by."""
+    return type("MoE", (torch.nn.Identity,), {"__module__": "deepspeed.moe.layer"})()
+
+
 def documents(lengths: list[int], seed: int) -> list[torch.Tensor]:
     """Token ids of documents."""
     gen = torch.Generator().manual_seed(seed)

@@ -88,11 +88,11 @@ def read_config(config: Any) -> Mapping:
 
 def report_statistics(engine: Any, session: Any) -> None:
     """Write CAD's figures after every optimizer step, beside the engine's own."""
-    step = engine.step
+    step, managed = engine.step, getattr(engine, "managed_gradient_accumulation", lambda: True)
 
     @wraps(step)
     def step_and_report(*args: Any, **kwargs: Any) -> Any:
-        boundary = engine.is_gradient_accumulation_boundary()
+        boundary = not managed() or engine.is_gradient_accumulation_boundary()
         result = step(*args, **kwargs)
         if boundary:
             write_statistics(engine, session)

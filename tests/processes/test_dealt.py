@@ -327,6 +327,8 @@ def test_a_router_loss_and_shared_micro_batches_stay() -> None:
     model.config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     settle(feed, model)
     assert not feed.deals and '"longrope"' in feed.stays
+    settle(feed, torch.nn.Sequential(training.deepspeed_experts()))
+    assert not feed.deals and "DeepSpeed's mixture of experts" in feed.stays
     feed = _feed("auto")
     feed.shares = Shares.of([Replica((0, 1)), Replica((0, 1)), Replica((2, 3)), Replica((2, 3))], 0)
     settle(feed, torch.nn.Linear(2, 2))

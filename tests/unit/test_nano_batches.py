@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import training
 from deepspeed_cad.integrations import interleaved
 from deepspeed_cad.integrations.interleaved import CannotJoin, RowCut, why_not_twice
 from model_cases import tiny_model
@@ -219,6 +220,7 @@ def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, 
     (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Conv1d(4, 4, 3)), "layer 1 has a convolution"),
     (lambda decoder: setattr(decoder.config, "rope_parameters", {"rope_type": "longrope"}), '"longrope"'),
     (lambda decoder: setattr(decoder.config, "model_type", "opt"), "OPT"),
+    (lambda decoder: setattr(decoder.layers[0], "mlp", training.deepspeed_experts()), "mixture of experts"),
 ])  # fmt: skip
 def test_why_a_decoder_cannot_run_twice(change: Callable[[Any], None], says: str) -> None:
     decoder = tiny_model("llama").model
