@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.request import agree
 from deepspeed_cad.session import Session, current_session
 
@@ -35,6 +35,8 @@ class ActivationCheck:
 
     def __init__(self, asked_by: str) -> None:
         self.asked_by = asked_by
+        self.kept = ""
+        """Why a model that ran has no CAD."""
         self.was_active = False
         """A micro-batch was trained with CAD before some optimizer step."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
@@ -50,8 +52,8 @@ class ActivationCheck:
                 self.close()
                 return
             self._refuse(
-                f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: {_why(session)}. "
-                "Training stops here, because it would go on without CAD"
+                f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: "
+                f"{self.kept or _why(session)}. Training stops here, because it would go on without CAD"
             )
             return
         self.was_active = True
@@ -100,7 +102,7 @@ class ProcessCheck(ActivationCheck):
             return ""
         return (
             f"CAD was asked for ({self.asked_by}), and this process ran {self._forwards_without} training forwards of "
-            f"a transformers model without it: {_why(session)}"
+            f"a transformers model without it: {self.kept or _why(session)}"
         )
 
     def close(self) -> None:
@@ -137,11 +139,16 @@ class ProcessCheck(ActivationCheck):
         parts = [one for one in model.modules() if isinstance(one, host.PreTrainedModel)]
         known = any(one in self._known for one in parts)
         self._known.update(parts)
-        from deepspeed_cad.integrations.models import has_cad
-
-        if not known and has_cad(model, must=trained and session is None):
+        if known:
+            return
+        try:
             apply(model, self.config)
             self._opened = current_session()
+        except CADUnsupportedError as error:
+            # A vision tower, perhaps: another model may be the one that is meant.
+            logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
+            self._forwards_without += trained
+            self.kept = self.kept or str(error)
 
 
 def _waits_for_group() -> bool:

@@ -50,16 +50,34 @@ class Refusal(NamedTuple):
     instead: str = "Train this model without CAD"
 
 
+def find_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside wrappers; of several side by side, as a vision tower and a decoder, the first that
+    CAD can have."""
+    found, inside = list[PreTrainedModel](), set[nn.Module]()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    if not found:
+        raise CADUnsupportedError(
+            f"{type(model).__name__} contains no transformers model: attention of your own calls deepspeed_cad.open"
+        )
+    return found[0] if len(found) == 1 else next((one for one in found if not any(_refusals(one))), found[0])
+
+
+def _refusals(model: PreTrainedModel) -> Iterator[Refusal]:
+    for check in (_of_family, _of_layers, _of_modules, _of_interface, _of_scores):
+        yield from check(text_part(model))
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Raise CADUnsupportedError with the reason if CAD cannot reproduce the model exactly. A model that passes every
     check but was never tried is accepted with a warning."""
     kind = getattr(model.config, "model_type", "")
-    part = text_part(model)
-    for check in (_of_family, _of_layers, _of_modules, _of_interface, _of_scores):
-        for found, reason, instead in check(part):
-            raise CADUnsupportedError(
-                f"CAD does not support {type(model).__name__} ({kind or 'no model_type'}): {found}: {reason}. {instead}"
-            )
+    for found, reason, instead in _refusals(model):
+        raise CADUnsupportedError(
+            f"CAD does not support {type(model).__name__} ({kind or 'no model_type'}): {found}: {reason}. {instead}"
+        )
     if kind not in SUPPORTED | SEEING:
         logger.warning(
             "deepspeed_cad: %s (%s) was never tested with CAD. It passes the checks of its structure, and the sampled "
@@ -144,6 +162,9 @@ def _of_modules(model: PreTrainedModel) -> Iterator[Refusal]:
             yield Refusal(f"{name} is cross-attention", _CROSSING)
         if "Indexer" in kind:
             yield Refusal(f"{name} is a {kind}", "sparse attention chooses its keys by content")
+        if (share := getattr(module, "layerdrop", 0)) > 0:
+            reason = "each rank would leave out other layers, and all ranks attend in the same ones"
+            yield Refusal(f"{name}.layerdrop is {share}".lstrip("."), reason, "Load the model with layerdrop=0.0")
         if "Attention" not in kind:
             continue
         if getattr(module, "is_causal", None) is False:

@@ -17,8 +17,6 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deepspeed_cad.errors import CADUnsupportedError
-
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")
 """How versions of transformers call the argument that holds keys or state of tokens before; since 5.24 all "cache"."""
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -34,16 +32,6 @@ def has_chunks(config: Any) -> bool:
 def has_cache(given: Mapping[str, Any]) -> bool:
     """Whether the arguments of a decoder or layer hold what tokens before left."""
     return any(given.get(name) is not None for name in CACHES)
-
-
-def find_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise CADUnsupportedError(
-        f"{type(model).__name__} contains no transformers model: attention of your own calls deepspeed_cad.open"
-    )
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:

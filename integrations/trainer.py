@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.forward_only import in_step, within, wrap_once
+from deepspeed_cad.integrations.models import find_model
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
-from deepspeed_cad.integrations.structure import find_model
 from transformers.trainer_utils import has_length
 
 from deepspeed_cad.ahead.feed import Feed
@@ -27,6 +27,10 @@ from deepspeed_cad.session import find_binding
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
 
+NOT_WRAPPED = (
+    "the Trainer did not wrap the model in DDP, so gradients of ranks are not added up. It leaves it so after "
+    "evaluate() before train(): evaluate afterwards, or by eval_on_start=True"
+)
 _AHEAD = "_deepspeed_cad_ahead"
 """Attribute of a trainer: the `_AheadIterator` of the epoch that it trains."""
 
@@ -101,6 +105,9 @@ def _get_batch_samples(
     if new:
         refuse_accelerator(self.accelerator)
         refuse_loader(self.callback_handler.train_dataloader)
+        if binding.session.ranks == binding.session.group_ranks > 1 and self.model_wrapped is self.model:
+            if self.accelerator.distributed_type.name.startswith("MULTI_"):
+                raise CADUnsupportedError(NOT_WRAPPED)
     if not config.look_ahead:
         return original(self, epoch_iterator, *args, **kwargs)
     if new:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +37,7 @@ from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.layout import LocalSegments
-from deepspeed_cad.session import Session, open_session
+from deepspeed_cad.session import Session, find_binding, open_session
 from deepspeed_cad.shares import Replica
 
 logger = logging.getLogger("deepspeed_cad")
@@ -44,6 +45,11 @@ logger = logging.getLogger("deepspeed_cad")
 # Also for models of a file (`torch.save`), whose config has our name.
 AttentionInterface.register(NAME, cad_attention)
 AttentionMaskInterface.register(NAME, cad_mask)
+
+REPLACED = (
+    "no layer of {} asked CAD for its attention: it was switched (set_attn_implementation) or replaced after CAD was "
+    'turned on, and would attend only what lies on this rank. Switch or replace it before, or switch back to "cad"'
+)
 
 
 class Binding:
@@ -148,6 +154,9 @@ class Binding:
             # It is trained without CAD after all, and what is computed again in backward must attend likewise.
             self.session.references.pop(decoder, None)
             self.remove()
+            return {}
+        if not training and getattr(getattr(decoder, "config", None), "_attn_implementation", NAME) != NAME:
+            running.set(Scope(self, None))  # switched for a while, as by continuous batching
             return {}
         cached = structure.has_cache(given) or forward_only.generating.get()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
@@ -315,6 +324,8 @@ class Binding:
         if scope.training:
             self.forwards += 1
             if output is not None:
+                if not scope.micro_batch.layers:
+                    self.feed.fail(CADUnsupportedError(REPLACED.format(type(decoder).__name__)))
                 self.session.say_first()
         if scope.unread is not None:
             scope.unread.event.synchronize()
@@ -346,7 +357,7 @@ class _Hook:
 def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = None) -> Binding:
     """Turn CAD on for a model (a PEFT or other wrapper around one is looked through). Idempotent. `replica`: the ranks
     that divide its heads; None: those that its parameters say."""
-    inner = structure.find_model(model)
+    inner = models.find_model(model)
     models.refuse_model(inner)
     replica = replica or find_replica(inner)
     if replica is not None:
@@ -361,6 +372,7 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
     when_imported("transformers.trainer", lambda module: _room("trainer").install_trainer_hooks(module))
     when_imported("accelerate.data_loader", lambda module: _room("prepared").install_loader_hooks(module))
     when_imported("transformers.generation.utils", forward_only.install_generation_hooks)
+    when_imported("transformers.generation.continuous_batching.continuous_api", install_batching_hooks)
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", forward_only.install_root_hooks)
     return binding
 
@@ -370,6 +382,21 @@ def bind_reference(decoder: torch.nn.Module, session: Session) -> None:
     if isinstance(decoder, PreTrainedModel):
         models.refuse_model(decoder)
         session.references[decoder] = Binding(decoder, session, reference=True)
+
+
+def install_batching_hooks(module: ModuleType) -> None:
+    """Let continuous batching begin with a model's own attention; it gives back what it found. Idempotent."""
+
+    def switch(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        binding = find_binding(model) if model.config._attn_implementation == NAME else None
+        if binding is not None:
+            model.set_attn_implementation(binding.original)
+        original(self, model, *args, **kwargs)
+        if binding is not None:
+            self._original_attn_impl = NAME
+
+    if hasattr(module.ContinuousBatchingManager, "switch_to_cb_friendly_attn"):
+        forward_only.wrap_once(module.ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch)
 
 
 def _room(name: str) -> Any:

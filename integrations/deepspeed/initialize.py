@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations.deepspeed.block import find_config, report_statistics
 
-from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.exchange.failure.roll_call import together
@@ -33,9 +32,8 @@ def initialize(
     if not config.enabled:
         return tuple(original(*args, **kwargs))
     refuse_old_packages()
-    from deepspeed_cad.integrations.models import refuse_model
+    from deepspeed_cad.integrations.models import find_model, refuse_model
     from deepspeed_cad.integrations.recurrent import keep_whole
-    from deepspeed_cad.integrations.structure import find_model
     from deepspeed_cad.integrations.transformers import bind
 
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
@@ -56,9 +54,7 @@ def initialize(
         return engine, optimizer, loader, scheduler
     binding = bind(engine.module, config, replica)
     if config.look_ahead and engine.training_dataloader is not None:
-        engine.training_dataloader = loader = LookAheadLoader(
-            engine.training_dataloader, binding.feed, engine.gradient_accumulation_steps, lambda: engine.micro_steps
-        )
+        engine.training_dataloader = loader = binding.session.look_ahead(engine.training_dataloader, engine)
     report_statistics(engine, binding.session)
     logger.info("CAD is on: %s", binding.session.describe())
     return engine, optimizer, loader, scheduler
@@ -68,8 +64,7 @@ def _bind_when_run(engine: Any, config: CADConfig, replica: Replica | None) -> N
     """For an engine without an optimizer, such as the reference model that TRL gives the JSON of the policy: it keeps
     its attention, unless it runs a training forward all the same, or forwards without backward are balanced and its
     process trains nothing (a worker for references or rewards)."""
-    from deepspeed_cad.integrations.models import has_cad
-    from deepspeed_cad.integrations.structure import find_model
+    from deepspeed_cad.integrations.models import find_model, has_cad
     from deepspeed_cad.integrations.transformers import bind
 
     def before_forward(module: torch.nn.Module, args: Any) -> None:

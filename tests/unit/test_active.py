@@ -12,6 +12,7 @@ import training
 pytest.importorskip("transformers")
 
 from deepspeed_cad.integrations import active
+from deepspeed_cad.integrations.models import refuse_model
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
@@ -124,15 +125,18 @@ def test_the_first_training_forward_of_each_model_binds(check, host) -> None:
     assert len(host.bound) == 2
 
 
-def test_a_further_model_that_is_refused_keeps_its_attention(check, host, monkeypatch, caplog) -> None:
-    refused = training.sdpa_llama(attention_dropout=0.1).train()
-    with pytest.raises(CADError, match="dropout"):
-        _forward(refused)
-    monkeypatch.setattr(active, "apply", lambda model, config: host.open())
-    _forward(training.tiny_llama().train())
+def test_a_model_that_is_refused_keeps_its_attention_and_is_named_where_none_is_trained_with_cad(
+    check, host, step, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(active, "apply", lambda model, config: (refuse_model(model), host.open()))
     for _ in range(2):
         _forward(training.sdpa_llama(attention_dropout=0.1).train())
     assert sum("LlamaForCausalLM keeps its attention" in record.message for record in caplog.records) == 2
+    assert "2 training forwards of a transformers model without it: CAD does not support" in check.problem()
+    with pytest.raises(CADError, match="optimizer step: CAD does not support LlamaForCausalLM .* dropout"):
+        step()
+    _forward(training.tiny_llama().train())
+    step()
 
 
 def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(host) -> None:

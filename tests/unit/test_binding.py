@@ -12,8 +12,9 @@ import torch
 import training
 from deepspeed_cad.integrations import forward_only, functions, trainer
 from deepspeed_cad.integrations import transformers as room
+from deepspeed_cad.integrations.models import find_model
 from deepspeed_cad.integrations.positions import one_row
-from deepspeed_cad.integrations.structure import find_decoder, find_model
+from deepspeed_cad.integrations.structure import find_decoder
 
 import deepspeed_cad
 from deepspeed_cad.config import CADConfig
@@ -76,6 +77,14 @@ def test_a_trainer_refuses_a_loader_before_its_first_step(monkeypatch: pytest.Mo
     for name in ("refuse_accelerator", "refuse_loader"):
         monkeypatch.setattr(trainer, name, seen.append)
     assert trainer._get_batch_samples(lambda *_: seen.append("read"), one, iter([])) is None and seen == [1, 2, "read"]
+    session = SimpleNamespace(ranks=2, group_ranks=2, config=CADConfig(look_ahead=0))
+    monkeypatch.setattr(trainer, "_binding_of", lambda _: SimpleNamespace(session=session))
+    one.model, one.accelerator = 3, SimpleNamespace(distributed_type=SimpleNamespace(name="FSDP"))
+    stops = pytest.raises(CADUnsupportedError, match="did not wrap the model in DDP")
+    for wrapped, name, ends in ((3, "FSDP", nullcontext()), (4, "MULTI_GPU", nullcontext()), (3, "MULTI_GPU", stops)):
+        one.model_wrapped, one.accelerator.distributed_type.name = wrapped, name
+        with ends:
+            trainer._get_batch_samples(lambda *_: None, one, iter([]))
 
 
 def test_a_model_that_bypasses_the_mask_function_is_refused() -> None:
@@ -149,6 +158,55 @@ def test_binding_twice_is_binding_once() -> None:
     assert find_binding(model) is binding and len(find_decoder(model)._forward_pre_hooks) == hooks
     assert find_binding(torch.nn.Sequential(model)) is binding
     assert find_model(torch.nn.Sequential(model)) is model
+
+
+def test_of_models_side_by_side_the_first_that_cad_can_have_is_meant() -> None:
+    refused, models = training.tiny_llama(attention_dropout=0.5), [training.tiny_llama() for _ in range(2)]
+    assert find_model(torch.nn.Sequential(refused, *models)) is models[0]
+    assert find_model(torch.nn.Sequential(refused, torch.nn.Linear(1, 1))) is refused
+
+
+def test_attention_that_is_switched_is_its_own_and_ends_training() -> None:
+    model, given = training.sdpa_llama(torch.float64).eval(), batch()
+    with torch.no_grad():
+        expected = model(**given).logits
+        bound(model=model)[0].set_attn_implementation("sdpa")
+        assert torch.equal(model.eval()(**given).logits, expected)
+    with pytest.raises(CADUnsupportedError, match=r"no layer of LlamaModel asked CAD for .*set_attn_implementation"):
+        model.train()(**batch())
+    model.set_attn_implementation("cad")
+    model(**batch())
+
+
+def test_continuous_batching_begins_with_a_models_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Manager:
+        def switch_to_cb_friendly_attn(self, model: Any) -> None:
+            seen.append(model.config._attn_implementation)
+
+    room.install_batching_hooks(SimpleNamespace(ContinuousBatchingManager=Manager))
+    (model, binding), plain, manager = bound(), training.tiny_llama(), Manager()
+    manager.switch_to_cb_friendly_attn(plain)
+    assert not hasattr(manager, "_original_attn_impl")
+    manager.switch_to_cb_friendly_attn(model)
+    assert seen == [plain.config._attn_implementation, binding.original] and manager._original_attn_impl == "cad"
+    room.install_batching_hooks(SimpleNamespace(ContinuousBatchingManager=int))  # an older one has none
+
+
+@pytest.mark.parametrize("managed, gas, asked, size, counted", [
+    (True, 2, None, 2, True), (True, 2, 2, 2, True), (True, 1, 3, 3, False), (False, 2, None, 1, False),
+    (False, 2, 2, 2, False),
+])  # fmt: skip
+def test_what_counts_micro_batches_of_an_engine(
+    managed: bool, gas: int, asked: int | None, size: int, counted: bool
+) -> None:
+    """Where a script ends steps by itself, `micro_steps` counts these."""
+    engine = torch.nn.Sequential(bound()[0])
+    engine.micro_steps, engine.gradient_accumulation_steps = 7, lambda: gas  # type: ignore[assignment]
+    engine.managed_gradient_accumulation = lambda: managed  # type: ignore[assignment]
+    loader = deepspeed_cad.current_session().look_ahead([], engine, accumulation=asked)
+    assert loader._says() == size and (loader._trained and loader._trained()) == (7 if counted else None)
 
 
 def test_a_module_that_cannot_be_switched_is_refused() -> None:

@@ -81,6 +81,7 @@ def _change(part: Any, **changes: Any) -> None:
         lambda model: _change(model.model.layers[1], self_attn=model.model.layers[0].self_attn),
         r"layers\.1\.self_attn is the same module as model\.layers\.0",
     ),
+    (lambda model: _change(model.model, layerdrop=0.1), r"model\.layerdrop is 0\.1: each rank.*layerdrop=0\.0"),
     (lambda model: _change(model.model.layers[1], self_attn=CrossAttention()), r"layers\.1.* is cross-attention"),
 ])  # fmt: skip
 def test_what_was_changed_is_refused(change: Any, said: str) -> None:
