@@ -150,6 +150,11 @@ def _is_servers(value: Any) -> bool:
     return kind in ("reserved", "reserved_per_node", "joined") and _is_count(of, 1)
 
 
+def _are_rates(value: Any) -> bool:
+    given = value if isinstance(value, Mapping) else {}
+    return {*given} == {"inside", "between"} and all(is_number(one) and one > 0 for one in given.values())
+
+
 _Check = tuple[str, Callable[[Any], bool]]
 
 
@@ -182,14 +187,7 @@ _ALLOWED: dict[str, _Check] = {
     ),
     "links": (
         '"measure", or an object with the keys "inside" and "between" in GB/s above 0',
-        lambda x: (
-            x == "measure"
-            or (
-                isinstance(x, Mapping)
-                and {*x} == {"inside", "between"}
-                and all(is_number(y) and y > 0 for y in x.values())
-            )
-        ),
+        lambda x: x == "measure" or _are_rates(x),
     ),
     "speeds": ('null or "measure"', lambda x: x is None or x == "measure"),
     "waves": ('"auto" or a whole number from 1 to 8', lambda x: x == "auto" or (_is_count(x, 1) and x <= 8)),

@@ -30,11 +30,9 @@ class ServerLostError(CADPeerError):
 
 def why_ended(error: BaseException | None) -> str:
     """Why a process or a session ends that `error` went through; empty where it ends well."""
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return ""
     if isinstance(error, SystemExit):
-        return f"exit code {error.code}"
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+        return f"exit code {error.code}" if error.code else ""
+    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def in_one_line(error: BaseException) -> str:

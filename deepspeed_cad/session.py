@@ -22,7 +22,7 @@ from deepspeed_cad import native
 from deepspeed_cad.ahead.crew import Crew
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.gather import Gatherer, Subject, What
-from deepspeed_cad.ahead.loader import LookAheadLoader, ends_steps
+from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Learned, Plans
 from deepspeed_cad.ahead.step import NOT_STATED, settle
 from deepspeed_cad.ahead.whereabouts import Whereabouts
@@ -239,8 +239,9 @@ class Session:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
         settle(binding.feed, model, "" if global_loss else NOT_STATED)
         engine = cast(Any, model)
-        own = engine.gradient_accumulation_steps if ends_steps(model) else None
-        # Where the script ends steps, micro_steps counts them and not micro-batches.
+        ends_steps = hasattr(model, "micro_steps") and getattr(model, "managed_gradient_accumulation", lambda: True)()
+        own = engine.gradient_accumulation_steps if ends_steps else None
+        # Where the script ends steps itself, micro_steps counts them and not micro-batches.
         trained = (lambda: int(engine.micro_steps)) if own and accumulation in (None, own()) else None
         return LookAheadLoader(loader, binding.feed, accumulation or own or 1, trained, binding)
 

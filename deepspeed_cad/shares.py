@@ -158,9 +158,7 @@ def choose_groups(heads: Sequence[int], ranks: int) -> int:
     has if these suffice, so that nothing moves twice; else the fewest that do, and those with fewer are repeated."""
     most, least = max(heads), min(heads)
     fits = [g for g in range(1, most + 1) if most % g == 0 and all(h % g == 0 or g % h == 0 for h in heads)]
-    if least in fits and least >= ranks:
-        return least
-    return next((g for g in fits if g >= ranks), fits[-1])
+    return next((g for g in (least, *fits) if g in fits and g >= ranks), fits[-1])
 
 
 def divide(groups: int, held: Ints) -> Ints:

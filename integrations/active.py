@@ -91,7 +91,7 @@ class ProcessCheck(ActivationCheck):
         when_imported("transformers.generation.utils", install_generation_hooks)
         when_imported("openrlhf.trainer.ray.launcher", install_worker_hooks)
         # A process that is forked from this one trains, or not, for itself.
-        os.register_at_fork(after_in_child=self._start_again)
+        os.register_at_fork(after_in_child=lambda: self.__dict__.update(_refused="", _forwards_without=0, kept=""))
 
     def problem(self) -> str:
         """Why this process must not end with exit code 0; empty where it trained with CAD, or not at all."""
@@ -109,9 +109,6 @@ class ProcessCheck(ActivationCheck):
         """Stop watching."""
         super().close()
         self._forward_handle.remove()
-
-    def _start_again(self) -> None:
-        self._refused, self._forwards_without = "", 0
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason

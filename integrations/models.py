@@ -86,18 +86,6 @@ def refuse_model(model: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
-def has_cad(model: PreTrainedModel, must: bool) -> bool:
-    """Whether a model can have CAD. If it must, `refuse_model` raises; else a warning says that it keeps its own."""
-    try:
-        refuse_model(model)
-    except CADUnsupportedError as error:
-        if must:
-            raise
-        logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
-        return False
-    return True
-
-
 def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_cad.integrations.forward_only import given_out, wrap_once
 
@@ -22,6 +22,14 @@ from deepspeed_cad.session import current_session
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
+
+
+DISPATCHED = (
+    "dispatch_batches is on: the main process reads the batches of all ranks and concatenates them, which breaks "
+    "packed rows. It is Accelerate's default for an IterableDataset. Set dispatch_batches=False "
+    '(TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
+    "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))) and give each rank its share"
+)
 
 
 def install_loader_hooks(module: ModuleType) -> None:
@@ -118,19 +126,10 @@ def refuse_accelerator(accelerator: Any) -> None:
     if accelerator.distributed_type == "MEGATRON_LM":
         raise CADUnsupportedError("Megatron-LM has attention of its own that CAD cannot switch; use FSDP or DeepSpeed")
     if getattr(accelerator.dataloader_config, "dispatch_batches", None):
-        _refuse_dispatcher()
+        raise CADUnsupportedError(DISPATCHED)
 
 
 def refuse_loader(loader: Any) -> None:
     """Raise CADUnsupportedError for a prepared loader that cannot give each rank packed rows of its own."""
     if any(cls.__name__ == "DataLoaderDispatcher" for cls in type(loader).__mro__):
-        _refuse_dispatcher()
-
-
-def _refuse_dispatcher() -> NoReturn:
-    raise CADUnsupportedError(
-        "dispatch_batches is on: the main process reads the batches of all ranks and concatenates them, which breaks "
-        "packed rows. It is Accelerate's default for an IterableDataset. Set dispatch_batches=False "
-        '(TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
-        "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))) and give each rank its share"
-    )
+        raise CADUnsupportedError(DISPATCHED)

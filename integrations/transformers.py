@@ -155,16 +155,15 @@ class Binding:
             self.session.references.pop(decoder, None)
             self.remove()
             return {}
-        if not training and getattr(getattr(decoder, "config", None), "_attn_implementation", NAME) != NAME:
-            running.set(Scope(self, None))  # switched for a while, as by continuous batching
-            return {}
         cached = structure.has_cache(given) or forward_only.generating.get()
         # Whoever asks for a cache goes on with it, token by token, and perhaps on this rank only.
         asks = bool(given.get("use_cache"))
         follows = self.follows is not None
         even = follows or (not asks and forward_only.are_shared(self, given))
         shared = training or (even and not cached)
-        if self.reference and (weights or forward_only.keeps_its_own(decoder, given, self.session.device.type)):
+        switched = getattr(getattr(decoder, "config", None), "_attn_implementation", NAME) != NAME
+        own = self.reference and (weights or forward_only.keeps_its_own(decoder, given, self.session.device.type))
+        if own or (switched and not training):  # for a while, as continuous batching does
             running.set(Scope(self, None))
             return {}
         if not shared and (cached or self.ulysses is not None):

@@ -20,11 +20,6 @@ def counts_what_is_read(loader: Any) -> bool:
     return bool(stateful or sampled or counts_what_is_read(getattr(loader, "loader", None)))
 
 
-def ends_steps(engine: Any) -> bool:
-    """Whether this is a DeepSpeed engine that itself says after which micro-batch a step ends."""
-    return hasattr(engine, "micro_steps") and bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
-
-
 class LookAheadLoader:
     """A loader that behaves like the one it wraps and announces each step while the one before it trains.
 

@@ -161,11 +161,14 @@ def see(thread: int) -> Sight:
     """What a thread of this process is in, by its number; nothing where it has ended."""
     frames: list[FrameType] = []
     frame = sys._current_frames().get(thread)
+    called = list[tuple[FrameType, str]]()
     while frame is not None:
         frames.append(frame)
+        file = frame.f_code.co_filename
+        # Of the standard library are only ways to wait, and runpy.
+        if not file.startswith("<") and not (file.startswith(_LIBRARY) and "-packages" not in file):
+            called.append((frame, str(frame.f_globals.get("__name__"))))
         frame = frame.f_back
-    # Of the standard library are only ways to wait, and runpy.
-    called = [(one, str(one.f_globals.get("__name__"))) for one in frames if not _is_standard(one.f_code.co_filename)]
     if not called:
         return Sight((), False, False, "at its end")
     inner = called[0][0]
@@ -178,7 +181,3 @@ def see(thread: int) -> Sight:
         any(module.startswith(_COLLECTIVES) for _, module in called[:INNERMOST]),
         f"at {line}" if inner is caller else f"in {inner.f_code.co_name}, called at {line}",
     )
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith("<") or (file.startswith(_LIBRARY) and "-packages" not in file)

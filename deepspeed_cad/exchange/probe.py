@@ -164,9 +164,7 @@ def _refusal(name: str, device: torch.device, gather: Gather, hosts: int) -> str
         return reason or f"rank {fits.index(0)} cannot use it"
     if name == "nvlink" and hosts > 1:
         return f"the ranks are on {hosts} hosts"
-    if name == "mixed" and hosts == 1:
-        return "the ranks are on one host"
-    return None
+    return "the ranks are on one host" if name == "mixed" and hosts == 1 else None
 
 
 def _neighbourhoods(device: torch.device, host: int, hosts: list[int], gather: Gather) -> tuple[list[int], str | None]:

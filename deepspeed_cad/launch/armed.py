@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -89,11 +90,10 @@ class Armed:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            from deepspeed_cad.integrations.deepspeed.initialize import initialize as with_cad
-
             block = find_cad_block(original, args, kwargs)
             if block is ABSENT:
-                return with_cad(original, config.to_dict(), args, kwargs)
+                with_cad = import_module("deepspeed_cad.integrations.deepspeed.initialize")
+                return with_cad.initialize(original, config.to_dict(), args, kwargs)
             agree(config, asked_by, CADConfig.from_dict(block), 'the "cad" block of the DeepSpeed JSON')
             return original(*args, **kwargs)
 

@@ -29,13 +29,13 @@ _MARK = "__deepspeed_cad_autoload__"
 def after_import(module: ModuleType) -> None:
     """Wraps what is to be wrapped in one of the modules that the hook waits for. Doing so twice changes nothing."""
     if module.__name__ == "deepspeed":
-        _wrap(module, "initialize", _wrap_initialize)
+        _wrap(module, "initialize", _initialize)
     elif module.__name__ == "deepspeed.env_report":
-        _wrap(module, "main", _wrap_report)
+        _wrap(module, "main", _report)
     elif module.__name__ == "accelerate.accelerator":
-        _wrap(module.Accelerator, "__init__", _wrap_accelerator)
+        _wrap(module.Accelerator, "__init__", _make_accelerator)
     elif module.__name__ == "accelerate.utils.deepspeed":
-        _wrap(module.HfDeepSpeedConfig, "__init__", _wrap_json)
+        _wrap(module.HfDeepSpeedConfig, "__init__", _make_json)
 
 
 def install() -> None:
@@ -58,76 +58,56 @@ def is_wrapped(function: Callable) -> bool:
     return False
 
 
-def _wrap(owner: ModuleType | type, name: str, wrap: Callable[[Callable], Callable]) -> None:
+def _wrap(owner: ModuleType | type, name: str, run: Callable[..., Any]) -> None:
+    """Put `run(original, …)` in the place of a function or method, if that was not done yet."""
     original = getattr(owner, name, None)
     if original is None:
         logger.warning("%s has no %r to attach deepspeed_cad to; use deepspeed_cad.apply(model)", owner.__name__, name)
     elif not is_wrapped(original):
-        wrapped = wrap(original)
+        wrapped = functools.wraps(original)(lambda *args, **kwargs: run(original, *args, **kwargs))
         setattr(wrapped, _MARK, True)
         setattr(owner, name, wrapped)
 
 
-def _wrap_initialize(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        block = find_cad_block(original, args, kwargs)
-        if block is ABSENT or not CADConfig.from_dict(block).enabled:
-            return original(*args, **kwargs)
-        engine = import_module("deepspeed_cad.integrations.deepspeed.initialize")
-        return engine.initialize(original, block, args, kwargs)
-
-    return initialize
+def _initialize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    block = find_cad_block(original, args, kwargs)
+    if block is ABSENT or not CADConfig.from_dict(block).enabled:
+        return original(*args, **kwargs)
+    return import_module("deepspeed_cad.integrations.deepspeed.initialize").initialize(original, block, args, kwargs)
 
 
-def _wrap_report(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def main(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        from deepspeed_cad.cli.doctor import examine, summarise
+def _report(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    from deepspeed_cad.cli.doctor import examine, summarise
 
-        sys.stdout.write(f"{summarise(examine())}\n")
-        return result
-
-    return main
+    sys.stdout.write(f"{summarise(examine())}\n")
+    return result
 
 
-def _wrap_accelerator(original: Callable) -> Callable:
+def _make_accelerator(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise where an Accelerator leaves DeepSpeed out, and with its JSON the "cad" block, or adds what CAD refuses."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if not _asks_for_cad(given.get("deepspeed_plugins") or given.get("deepspeed_plugin")):
-            return
-        if self.distributed_type == "DEEPSPEED":
-            from deepspeed_cad.integrations.prepared import refuse_accelerator
-
-            refuse_accelerator(self)
-            return
-        raise CADConfigError(
-            'the DeepSpeed JSON has a "cad" block, but Accelerate trains without DeepSpeed and reads neither: it '
-            f"found {self.distributed_type.value}, as on a CPU (ACCELERATE_USE_CPU, use_cpu, cpu=True). Train on "
-            "GPUs, or take the block out and ask for CAD by -m deepspeed_cad.run, which needs no DeepSpeed"
-        )
-
-    return __init__
+    original(self, *args, **kwargs)
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if not _asks_for_cad(given.get("deepspeed_plugins") or given.get("deepspeed_plugin")):
+        return
+    if self.distributed_type == "DEEPSPEED":
+        import_module("deepspeed_cad.integrations.prepared").refuse_accelerator(self)
+        return
+    raise CADConfigError(
+        'the DeepSpeed JSON has a "cad" block, but Accelerate trains without DeepSpeed and reads neither: it '
+        f"found {self.distributed_type.value}, as on a CPU (ACCELERATE_USE_CPU, use_cpu, cpu=True). Train on "
+        "GPUs, or take the block out and ask for CAD by -m deepspeed_cad.run, which needs no DeepSpeed"
+    )
 
 
-def _wrap_json(original: Callable) -> Callable:
+def _make_json(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Check the "cad" block where Accelerate and transformers read the JSON, before they complain in their words."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        block = block_of(self.config)
-        if block is not ABSENT:
-            CADConfig.from_dict(block)
-            # They refuse an "auto" that they do not know. To leave the key out means the same.
-            self.config["cad"] = {key: value for key, value in block.items() if value != "auto"}
-
-    return __init__
+    original(self, *args, **kwargs)
+    block = block_of(self.config)
+    if block is not ABSENT:
+        CADConfig.from_dict(block)
+        # They refuse an "auto" that they do not know. To leave the key out means the same.
+        self.config["cad"] = {key: value for key, value in block.items() if value != "auto"}
 
 
 def _asks_for_cad(plugins: Any) -> bool:

@@ -221,22 +221,19 @@ def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> 
 
 def _refuse_block(config: CADConfig) -> None:
     for key, wrong, why in (
-        ("recompute_attention", True, "attention of a stage meets the others only in the ticks of its own forward"),
-        ("overlap", "interleave", "the tasks of other stages hide exchanges instead"),
-        ("documents", "deal", "the loss of a pipeline is the mean over micro-batches, so they stay as they are"),
-        ("speeds", "measure", "it is for reserved servers, and stages learn no speeds"),
-    ):
-        if getattr(config, key) == wrong:
-            raise CADConfigError(f'"cad": "{key}" is {wrong!r}, which a pipeline cannot have: {why}. Leave it out')
-    if config.servers != "all":
-        raise CADConfigError(
-            f'"cad": "servers" is {config.servers!r}, which is not built for pipelines: idle stages serve. Leave it out'
-        )
-    if config.verify:
-        raise CADConfigError(
-            f'"cad": "verify" is {config.verify}, but a stage of a pipeline cannot run without the others; set it to '
-            "0. eval_batch attends on each rank alone: its loss of a batch is the one to compare with"
-        )
+        (
+            "recompute_attention", config.recompute_attention,
+            "attention of a stage meets the others only in the ticks of its own forward",
+        ),
+        ("overlap", config.overlap == "interleave", "the tasks of other stages hide exchanges instead"),
+        ("documents", config.documents == "deal", "its loss is the mean over micro-batches, so they stay as they are"),
+        ("speeds", config.speeds == "measure", "it is for reserved servers, and stages learn no speeds"),
+        ("servers", config.servers != "all", "idle stages serve instead"),
+        ("verify", config.verify > 0, "a stage runs with the others only. Compare the loss that eval_batch gives"),
+    ):  # fmt: skip
+        if wrong:
+            found = getattr(config, key)
+            raise CADConfigError(f'"cad": "{key}" is {found!r}, which a pipeline cannot have: {why}. Leave it out')
 
 
 def _refuse_module(module: Any, config: Mapping[str, Any]) -> None:

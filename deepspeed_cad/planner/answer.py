@@ -66,7 +66,8 @@ def best_start(problem: PlanInput) -> Solution:
     """The plan that starts at home, or a better one. Dealing out moves Q and O of most rows, and K and V of a document
     once over all ranks instead of once to each: not better where few ranks, or few KV heads, share it. Plans that are
     more even mostly move more."""
-    if (ranks := most_ranks(problem)) < 2:
+    # On how many ranks a document lies at the most: a quick look at what planner_spread.cpp decides.
+    if (ranks := int(problem.tick.query.count_ranks()[1].max(initial=0))) < 2:
         return solve(problem, Aim(problem.tolerance))
     starts: tuple[int, ...] = (-1,)
     if ranks >= constants.READ_FROM and problem.shape.groups > 1:
@@ -82,11 +83,6 @@ def _price(problem: PlanInput, plan: Solution) -> float:
     own = tick.query_tokens * (shape.query_bytes + shape.output_bytes) + tick.key_tokens * shape.key_value_bytes
     share = burden(problem, plan.flows) / float(own.max() * shape.groups)
     return slowest(problem, plan) * (1.0 + constants.WORTH * share)
-
-
-def most_ranks(problem: PlanInput) -> int:
-    """On how many ranks, at the most, a document lies: a quick look at what planner_spread.cpp decides."""
-    return int(problem.tick.query.count_ranks()[1].max(initial=0))
 
 
 def burden(problem: PlanInput, flows: Flows) -> float:

@@ -276,8 +276,8 @@ IDS = torch.arange(4)[None]
 @pytest.mark.parametrize("refuse, given, words", [
     (engines._refuse_block, [CADConfig(recompute_attention=True)], '"recompute_attention" is True, which a pipeline'),
     (engines._refuse_block, [CADConfig(speeds="measure")], "\"speeds\" is 'measure', which a pipeline cannot have"),
-    (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "is not built for pipelines: idle stages serve"),
-    (engines._refuse_block, [CADConfig(verify=1)], "a stage of a pipeline cannot run without the others"),
+    (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "a pipeline cannot have: idle stages serve instead"),
+    (engines._refuse_block, [CADConfig(verify=1)], "\"verify\" is 1, which a pipeline .*eval_batch"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
     (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
