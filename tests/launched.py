@@ -9,7 +9,6 @@ from typing import Any
 
 from forked import launch
 from ports import free_port
-from trainers import losses_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tests" / "processes" / "script_train.py")
@@ -43,11 +42,6 @@ def trained(words: list[str] | int, folder: Path, *script: str) -> dict[str, Any
     done = run_ranks(words, command, folder) if isinstance(words, int) else run([*words, *command], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return {**json.loads(out.read_text()), "said": done.stdout + done.stderr}
-
-
-def losses(found: dict[str, Any]) -> list[float]:
-    """Of a run's steps."""
-    return losses_of(found["log"])
 
 
 def torchrun(processes: int) -> list[str]:

@@ -135,13 +135,9 @@ def in_one_process(model: torch.nn.Module, replicas: int, count: int, step: int 
     for replica in range(replicas):
         for m in range(count):
             docs = documents_of(replica, m, step)
-            logits = torch.cat(
-                [
-                    model(input_ids=doc[None], position_ids=torch.arange(len(doc))[None], use_cache=False).logits[0]
-                    for doc in docs
-                ]
-            )
-            loss = loss_fn(logits[None], training.pack(docs)["labels"]) / count
+            places = [torch.arange(len(doc))[None] for doc in docs]
+            alone = [model(doc[None], position_ids=at, use_cache=False).logits for doc, at in zip(docs, places)]
+            loss = loss_fn(torch.cat(alone, 1), training.pack(docs)["labels"]) / count
             loss.backward()
             total += float(loss.detach()) / replicas
     return total

@@ -50,12 +50,10 @@ class Stream(IterableDataset):
 def zero(stage: int) -> dict[str, Any]:
     """A DeepSpeed JSON as users of the Trainer write it."""
     return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
-    }
+    }  # fmt: skip
 
 
 def training_arguments(folder: str, **changes: Any) -> Any:

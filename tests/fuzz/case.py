@@ -228,9 +228,8 @@ def draw(seed: int, worlds: tuple[int, int] = (1, 4)) -> Case:
 
 def _draw_loop(rng: random.Random, seed: int, worlds: tuple[int, int], reserved: bool) -> Case:
     most = min(worlds[1], 3) if reserved else worlds[1]
-    world = rng.choices(range(worlds[0], most + 1), [(1, 6, 3, 2)[min(n, 4) - 1] for n in range(worlds[0], most + 1)])[
-        0
-    ]
+    counts = range(worlds[0], most + 1)
+    world = rng.choices(counts, [(1, 6, 3, 2)[min(n, 4) - 1] for n in counts])[0]
     model = rng.choice(rng.choice((DENSE, DENSE, MIXTURES, HYBRIDS)))
     ahead = rng.random() < 0.8
     ddp = world > 1 and rng.random() < 0.2

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pipelines import start
+from pipelines import config, start
 
 import deepspeed_cad
 from fuzz.case import FORMS, Case
@@ -40,22 +40,18 @@ class _Pipeline:
         self.module = deepspeed_cad.to_pipeline(
             model_of(case), case.stages, activation_checkpoint_interval=int(bool(case.checkpoint))
         )
-        config = {
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": case.accumulation,
-            "zero_allow_untested_optimizer": True, "pipeline": {"use_reentrant": case.checkpoint == "reentrant"},
-            "cad": whole_block(case),
-        }  # fmt: skip
-        self.engine = self._open(config)
+        reentrant = {"use_reentrant": case.checkpoint == "reentrant"}
+        self.engine = self._open(config(case.accumulation, pipeline=reentrant, cad=whole_block(case)))
         self.replica = self.engine.grid.get_data_parallel_id()
         self.replicas = self.engine.grid.get_data_parallel_world_size()
         self.found: dict[str, torch.Tensor] = {}
 
-    def _open(self, config: dict[str, Any]) -> Any:
+    def _open(self, settings: dict[str, Any]) -> Any:
         import deepspeed
         from deepspeed.runtime.pipe.schedule import OptimizerStep
 
         optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
-        engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=settings)
         engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
         group = engine.grid.get_data_parallel_group()
 

@@ -74,9 +74,8 @@ def _run(
         if kind == "broken off":
             loader, another = another, loader
         if kind == "looked at by rank 0" and accelerator.is_main_process:
-            assert len(
-                [batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=trainers.collate)]
-            ) == len(data)
+            looked = [batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=trainers.collate)]
+            assert len(looked) == len(data)
             next(iter(check))
         batches = iter(loader) if kind == "broken off, held" else loader
         if kind == "gone on":
@@ -140,10 +139,9 @@ def test_same_losses_and_balance(fresh_workers: WorkerPool, names: list[str]) ->
     for found in fresh_workers.run(_compare, WORLD, names, timeout=140.0):
         for name, (plain, cad) in found.items():
             accumulated = 2 if "accumulation" in name else 1
-            trainers.assert_same_and_balanced(
-                name, plain["entries"], cad["entries"], losses=trainers.STEPS * accumulated
-            )
-            lengths = trainers.unbalanced(trainers.STEPS * accumulated, WORLD, rows=accumulated)
+            losses = trainers.STEPS * accumulated
+            trainers.assert_same_and_balanced(name, plain["entries"], cad["entries"], losses)
+            lengths = trainers.unbalanced(losses, WORLD, rows=accumulated)
             assert [entry[trainers.BEFORE] for entry in cad["entries"]] == pytest.approx(lengths), name
 
 

@@ -33,16 +33,12 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(Popen=Fork, run=subprocess.run))
 
 
-@pytest.mark.parametrize(
-    ("groups", "ranks", "checks"),
-    [
-        ("transports", 2, "transport"),
-        pytest.param(MOST, 2, "kernel model rows two exactness lifetimes", marks=LONG),
-        # Two trainers, which are a world of their own.
-        pytest.param("servers", 3, "reserved", marks=LONG),
-    ],  # fmt: skip
-    ids=["some", "most", "servers"],
-)
+@pytest.mark.parametrize("groups, ranks, checks", [
+    ("transports", 2, "transport"),
+    pytest.param(MOST, 2, "kernel model rows two exactness lifetimes", marks=LONG),
+    # Two trainers, which are a world of their own.
+    pytest.param("servers", 3, "reserved", marks=LONG),
+], ids=["some", "most", "servers"])  # fmt: skip
 def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: str, ranks: int, checks: str) -> None:
     """Groups that run without GPUs, with everything they compare."""
     command = ["--device", "cpu", "--patience", "6", "--budget", "850", "--ranks", str(ranks), "--only", groups]

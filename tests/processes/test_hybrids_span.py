@@ -226,12 +226,8 @@ def _zero(stage: int, model: Any, part: Any, weights: torch.Tensor) -> dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, how", [
-    ("qwen3_5_text", "zero3"),
-    ("lfm2", "fsdp2, late"),
-    *(
-        pytest.param(kind, how, marks=pytest.mark.long)
-        for kind, how in (("falcon_h1", "fsdp2"), ("lfm2", "zero1"), ("qwen3_5_text", "zero2"))
-    ),
+    ("qwen3_5_text", "zero3"), ("lfm2", "fsdp2, late"),
+    *(pytest.param(*one, marks=LONG) for one in (("falcon_h1", "fsdp2"), ("lfm2", "zero1"), ("qwen3_5_text", "zero2"))),
 ])  # fmt: skip
 def test_sharded(fresh_workers: WorkerPool, kind: str, how: str) -> None:
     """Every rank gathers the same layers as often, whatever documents it has."""

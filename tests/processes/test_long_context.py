@@ -130,7 +130,6 @@ def _fsdp2(rank: int, block: dict[str, Any]) -> Trained:
     )
     for one in (*model.get_decoder().layers, model):
         fully_shard(one, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
     losses = _steps(rank, model, partial(_update, torch.optim.SGD(model.parameters(), lr=LR), ()))
     weights = {n.replace("_checkpoint_wrapped_module.", ""): p.full_tensor() for n, p in model.named_parameters()}
     return losses, {name: p.detach().clone() for name, p in weights.items()}
@@ -149,7 +148,6 @@ def _trl(rank: int, block: dict[str, Any]) -> Trained:
     context = get_act_offloading_ctx_manager(
         model=model, use_pin_memory=False, use_streams=False, min_offload_size=1, max_fwd_stash_size=2
     )
-
     losses = _steps(rank, model, partial(_update, optimizer, list(model.parameters())), lambda: context)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 

@@ -72,6 +72,7 @@ RIGHT: dict[str, Case] = {
     # Nano-batches that alternate over the decoder, of two micro-batches in flight.
     "interleaved": loop(3, interleaved(recompute_attention=True), flight=2, checkpoint="plain"),
     "interleaved, reentrant": loop(3, interleaved(), flight=2, checkpoint="reentrant"),
+    "interleaved, DDP": loop(block=interleaved(), ddp=True, accumulation=2),
     # Beside reserved servers.
     "2 + 1": loop(servers=1, batches=(3, 3)),
     "1 + 2": loop(1, servers=2, batches=(3,)),
@@ -200,6 +201,8 @@ ERRORS = {
         ["rank 1", "at row 3 position_ids jump to 5", "rows from 3 to 5"],
     ),
     "no room": (loop(block={"memory": 1e-7}), ["does not fit", '"memory" allows', "MiB more than"]),
+    "no room in a pipeline": (loop(stages=2, block={"memory": 1e-6}), ["does not fit", '"memory" to at least']),
+    "no room beside a server": (loop(block={"memory": 1e-6}, servers=1), ["does not fit", '"memory" to at least']),
     "a loader that raises": (
         loop(batches=(5, 5), generator=True, plant=Plant("loader", 1, 0, 2)),
         ["rank 1", "a torn file"],
@@ -212,7 +215,9 @@ def test_every_rank_stops(workers: WorkerPool, name: str) -> None:
     case, words = ERRORS[name]
     failure, played = run_case(workers, case)
     assert not failure, failure
-    for one in played:
+    for one in played[case.world :]:
+        assert one is not None and one.exit_code == 1 and all(word in one.said for word in words), one
+    for one in played[: case.world]:
         assert one is not None and one.error is not None
         # Those that are caught end with the error of CAD that comes then.
         kind, _, said, _ = one.error

@@ -155,7 +155,7 @@ def test_masks_of_layers_are_compared_with_plans(fresh_workers: WorkerPool) -> N
     assert serving.startswith("CADPeerError") and "rank 0" in serving and "hides key position 3" in serving
 
 
-# Ticks in waves: as little memory as was asked for, and one error on all ranks where there is too little
+# Ticks in waves: as little memory as was asked for
 
 
 COUNT, KIB = 3, 2**-20
@@ -164,11 +164,8 @@ COUNT, KIB = 3, 2**-20
 
 def _train(rank: int, world: int, block: dict[str, Any]) -> dict[str, Any]:
     pipelines.start()
-    try:
-        with counted(float("inf")) as landing:
-            _, own = _gradients(2, COUNT, {**BLOCK, "links": training.LINKS, **block})
-    except CADError as error:
-        return {"error": str(error), "most": landing.most}
+    with counted() as landing:
+        _, own = _gradients(2, COUNT, {**BLOCK, "links": training.LINKS, **block})
     session = deepspeed_cad.current_session()
     assert session is not None and landing.now == 0
     bytes_ = session.statistics.landing_bytes
@@ -184,10 +181,3 @@ def test_exact_within_the_limit(workers: WorkerPool) -> None:
     found, limit = workers.run(_train, 2, {"memory": 120 * KIB}, timeout=120.0), 120 * 1024
     assert len({one["waves"] for one in found}) == 1 and found[0]["waves"][1] >= 3
     assert all(0 < one["most"] <= limit and 0 < one["landing"] <= limit for one in found), found
-
-
-@pytest.mark.slow
-def test_too_little_is_one_error_on_all_ranks(fresh_workers: WorkerPool) -> None:
-    first, *others = fresh_workers.run(_train, 4, {"memory": 1e-6}, timeout=120.0)
-    assert "does not fit: cut into the smallest waves, what lands at rank" in first["error"]
-    assert '"memory" to at least' in first["error"] and first["most"] == 0 and all(one == first for one in others)

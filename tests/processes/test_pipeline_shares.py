@@ -15,7 +15,7 @@ DIVIDED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 """Projections of attention, and along which axis of their weights ranks divide them."""
 
 
-class _Sum(torch.autograd.Function):
+class SumOverShares(torch.autograd.Function):
     """Sums over the ranks that divide heads: forward what these give, or backward what they know of gradients."""
 
     @staticmethod
@@ -29,7 +29,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:
-    x = x.clone()
+    x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 
@@ -40,9 +40,8 @@ def _part(name: str, weight: torch.Tensor, share: int) -> torch.Tensor:
 
 
 def _divide(model: torch.nn.Module, share: int, group: Any) -> torch.nn.Module:
-
     def enter(module: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        return args, {**given, "hidden_states": _Sum.apply(given["hidden_states"], group, False)}
+        return args, {**given, "hidden_states": SumOverShares.apply(given["hidden_states"], group, False)}
 
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -50,7 +49,7 @@ def _divide(model: torch.nn.Module, share: int, group: Any) -> torch.nn.Module:
             projection = getattr(attention, name)
             projection.weight = torch.nn.Parameter(_part(name, projection.weight.detach(), share).clone())
         attention.register_forward_pre_hook(enter, with_kwargs=True)
-        attention.o_proj.register_forward_hook(lambda module, args, out: _Sum.apply(out, group, True))
+        attention.o_proj.register_forward_hook(lambda module, args, out: SumOverShares.apply(out, group, True))
     return model
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import training
-from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, losses, run_ranks, torchrun, trained, zero
+from launched import SCRIPT, accelerate_yaml, deepspeed_launcher, run_ranks, torchrun, trained, zero
 from ports import free_port
-from trainers import assert_same
+from trainers import assert_same, losses_of
 
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
 BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
@@ -21,7 +21,7 @@ LONG = [pytest.mark.long]
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses without CAD; the same for every loop of the script that shards data as DistributedSampler does."""
-    return losses(trained(2, tmp_path_factory.mktemp("plain"), "ddp"))
+    return losses_of(trained(2, tmp_path_factory.mktemp("plain"), "ddp")["log"])
 
 
 def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[str]:
@@ -54,7 +54,7 @@ def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, serv
     begin = time.perf_counter()
     found = trained(words, tmp_path, loop, "--json", "ds.json")
     took = time.perf_counter() - begin
-    assert_same(losses(found), plain)
+    assert_same(losses_of(found["log"]), plain)
     before, after = found["balance"]
     assert before > 1.2 and after < 1.05
     assert found["argv"][0] == SCRIPT and found["argv"][1 + ("--local_rank=0" in found["argv"])] == loop

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import training
-from jobs import BLOCK, Job
 from landing import counted
 from pool import WorkerPool
 from ports import free_port
-from served import BLOCK as USUAL
-from served import Served, play, run
+from served import BLOCK, Served, play, run
 
 import deepspeed_cad
 from deepspeed_cad.planner.plan import HeadShape
@@ -83,7 +81,7 @@ def _play(rank: int, world: int, has: float, *args: Any) -> Counted:
 def _run(
     workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, has: float = float("inf"), **block: Any
 ) -> list[Counted]:
-    given = {**USUAL, "servers": {"reserved": servers}, **block}
+    given = {**BLOCK, "servers": {"reserved": servers}, **block}
     found = workers.run(_play, trainers + servers, has, free_port(), given, train, *args, joined=False)
     for one in found[trainers:]:
         served: Served = one.result
@@ -128,14 +126,3 @@ def test_waves_become_smaller_where_a_rank_lacks_memory(workers: WorkerPool) -> 
     found = _run(workers, 2, 1, _train, False, has=has, overlap="local_first")
     _check(found, has)
     assert found[0].tried > 2, "more often than there are plans"
-
-
-@pytest.mark.slow
-def test_too_little_is_one_error_on_every_process(job: Job) -> None:
-    job.launch_all(3, "well", "9", block={**BLOCK, "memory": 1e-6})
-    codes = job.ends("rank0")
-    assert 0 not in codes.values(), codes
-    for name in codes:
-        assert "does not fit: cut into the smallest waves, what lands at rank" in job.said(name), job.said(name)
-        assert '"memory" to at least' in job.said(name)
-    assert "micro-batches served" not in job.said("rank2") or "is done: 0 micro" in job.said("rank2")

@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from model_cases import FAMILIES, NEW, Family, tiny_model
 from pool import WorkerPool
 from ports import free_port
 from served import play
+from test_pipeline_shares import SumOverShares
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -40,28 +40,13 @@ def _plan(kv_heads: int) -> dict[str, Any]:
     return plan
 
 
-class _Whole(torch.autograd.Function):
-    """Keys that every share has: each rank's heads know a part of their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, keys: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return keys
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 def _divide(model: torch.nn.Module, tp: Any, kv_heads: int) -> None:
     """The heads and MLPs of a model; what several heads read is whole on every rank, and its gradient is their sum."""
 
     def share(width: int) -> Callable[..., torch.Tensor]:
         def hook(module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
             own, shared = out.split([out.shape[-1] - width, width], -1)
-            return torch.cat([own, _Whole.apply(shared, tp.get_group())], -1)
+            return torch.cat([own, SumOverShares.apply(shared, tp.get_group(), False)], -1)
 
         return hook
 

@@ -66,9 +66,8 @@ def _autotp(rank: int, world: int, half: int) -> dict[str, Any]:
 def test_autotp(fresh_workers: WorkerPool, half: int) -> None:
     for found in fresh_workers.run(_autotp, WORLD, half, timeout=240.0):
         for name, ((plain, _), (cad, line)) in found.items():
-            trainers.assert_same_and_balanced(
-                name, plain, cad, losses=trainers.STEPS * (2 if "accumulation" in name else 1)
-            )
+            losses = trainers.STEPS * (2 if "accumulation" in name else 1)
+            trainers.assert_same_and_balanced(name, plain, cad, losses)
             assert "2 replicas of 2 by tensor parallelism" in line
 
 
@@ -148,10 +147,8 @@ def _trainer(cad: bool, folder: str) -> list[dict[str, Any]]:
     model = _loaded(folder, torch.float32)
     if cad:
         deepspeed_cad.apply(model, trainers.BLOCK)
-    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "max_grad_norm": 0.0}
-    arguments = trainers.training_arguments(
-        folder, max_steps=trainers.STEPS, gradient_accumulation_steps=2, **evaluation
-    )
+    given = {"max_steps": trainers.STEPS, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+    arguments = trainers.training_arguments(folder, **given, eval_strategy="steps", eval_steps=3)
     trainer = Trainer(
         model=model, args=arguments, data_collator=trainers.collate, train_dataset=trainers.PackedRows(48),
         eval_dataset=trainers.PackedRows(4, seed=50),
@@ -160,44 +157,16 @@ def _trainer(cad: bool, folder: str) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
-def _accelerate(cad: bool, folder: str) -> list[dict[str, Any]]:
-    """The loop of Accelerate's documentation with a plugin of ours; what is logged of each micro-batch."""
-    from accelerate import Accelerator
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import DistributedType
-    from deepspeed_cad.integrations.accelerate import CADPlugin
-
-    accelerator = Accelerator(
-        cpu=True, kwargs_handlers=[CADPlugin(**trainers.BLOCK)] if cad else [],
-        parallelism_config=ParallelismConfig(tp_size=SHARES, dp_shard_size=WORLD // SHARES),
-    )  # fmt: skip
-    # On CPUs Accelerate would wrap it in DDP, where it leaves it as it is on GPUs.
-    accelerator.state.distributed_type = DistributedType.MULTI_GPU
-    rows, model = trainers.PackedRows(trainers.STEPS * WORLD // SHARES), _loaded(folder, torch.float32)
-    loader = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=trainers.collate)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
-    model.train()
-    found = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(trainers.step_entry(loss))
-    return found
-
-
-def _compare(rank: int, world: int, run: Any, folder: str) -> list[Any]:
+def _trainers(rank: int, world: int, folder: str) -> list[Any]:
     from accelerate.parallelism_config import ParallelismConfig
 
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # it lets GPUs only
-    return list(trainers.without_and_with(run, folder))
+    return list(trainers.without_and_with(_trainer, folder))
 
 
 @pytest.mark.long
 @OLD
-@pytest.mark.parametrize("run", [_trainer, _accelerate])
-def test_host_frameworks(fresh_workers: WorkerPool, run: Any, tmp_path: Path) -> None:
+def test_the_trainer(fresh_workers: WorkerPool, tmp_path: Path) -> None:
     training.tiny_llama(torch.float32).save_pretrained(tmp_path)
-    for plain, cad in fresh_workers.run(_compare, WORLD, run, str(tmp_path), timeout=140.0):
-        trainers.assert_same_and_balanced(run.__name__, plain, cad)
+    for plain, cad in fresh_workers.run(_trainers, WORLD, str(tmp_path), timeout=140.0):
+        trainers.assert_same_and_balanced("tensor parallelism", plain, cad)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import training
 from forked import launch
-from launched import torchrun
 from pool import WorkerPool
 from served import run
 
@@ -22,7 +21,6 @@ from deepspeed_cad.trace import STEPS, WARM_UP
 
 LAYERS = 2
 """Of the model."""
-LONG = pytest.mark.long
 
 
 def _train(rank: int, world: int, block: dict[str, Any]) -> None:
@@ -94,18 +92,13 @@ test_trace._train(dist.get_rank(), 2, {})
 """
 
 
-@pytest.mark.parametrize("way", [pytest.param("forks", marks=pytest.mark.slow), pytest.param("torchrun", marks=LONG)])
-def test_cli_traces_a_run(way: str, tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_cli_traces_a_run(tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "found" / "trace.json"
     output.parent.mkdir()
-    command = ["-c", SCRIPT]
-    if way == "forks":
-        ranks = SimpleNamespace(run=lambda command, env, check: launch(2, command, tmp_path, **env))
-        monkeypatch.setattr(trace, "subprocess", ranks)
-    else:
-        (tmp_path / "train.py").write_text(SCRIPT)
-        command = [sys.executable, *torchrun(2), str(tmp_path / "train.py")]
+    ranks = SimpleNamespace(run=lambda command, env, check: launch(2, command, tmp_path, **env))
+    monkeypatch.setattr(trace, "subprocess", ranks)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    assert main(["trace", "--steps", "3", "--output", str(output), "--", *command]) == 0
+    assert main(["trace", "--steps", "3", "--output", str(output), "--", "-c", SCRIPT]) == 0
     assert "idle: rank 0 " in capfd.readouterr().out
     assert {event["pid"] for event in _read(output)} == {0, 1}

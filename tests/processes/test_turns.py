@@ -154,11 +154,9 @@ def _ppo(rank: int, world: int, block: dict[str, Any], how: str, checkpointing: 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world", "block", "how", "checkpointing"),
-    [(3, TOGETHER, "one after the other", False), (4, TOGETHER, "each", True), (2, BLOCK, "each", True)],
-    ids=["offloaded", "each", "local"],
-)
+@pytest.mark.parametrize("world, block, how, checkpointing", [
+    (3, TOGETHER, "one after the other", False), (4, TOGETHER, "each", True), (2, BLOCK, "each", True),
+], ids=["offloaded", "each", "local"])  # fmt: skip
 def test_a_ppo_step(workers: WorkerPool, world: int, block: dict[str, Any], how: str, checkpointing: bool) -> None:
     """Ranks have unequal numbers of micro-batches; those that ran out follow the others from model to model."""
     found = workers.run(_ppo, world, block, how, checkpointing, timeout=100.0)
@@ -189,10 +187,9 @@ def _apart(rank: int, world: int, how: str) -> None:
             deepspeed_cad.current_session().find_binding(models["actor"]).follow()
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [("order", "rank 0 at the .*without backward number 0 of model [23]"), ("unknown", "it never ran")],
-)
+@pytest.mark.parametrize("how, words", [
+    ("order", "rank 0 at the .*without backward number 0 of model [23]"), ("unknown", "it never ran"),
+])  # fmt: skip
 def test_ranks_that_run_other_models(fresh_workers: WorkerPool, how: str, words: str) -> None:
     """Each rank says where the other one is."""
     with pytest.raises(WorkerError) as caught:

@@ -82,10 +82,9 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward
     return training.figures() | {"line": deepspeed_cad.current_session().describe()}
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "checkpoint", "forward_only"),
-    [(4, None, "balanced"), (1, "reentrant", "local"), (4, "non-reentrant", "local")],
-)
+@pytest.mark.parametrize("kv_heads, checkpoint, forward_only", [
+    (4, None, "balanced"), (1, "reentrant", "local"), (4, "non-reentrant", "local"),
+])  # fmt: skip
 def test_same_as_each_document_alone(
     fresh_workers: WorkerPool, kv_heads: int, checkpoint: str | None, forward_only: str
 ) -> None:

@@ -219,14 +219,10 @@ OF_AXES = next(case for case in MODELS if case.kind == "qwen2_5_vl")
 DEEPSTACK = next(case for case in MODELS if case.kind == "qwen3_vl")
 
 
-@pytest.mark.parametrize(
-    ("case", "form", "overlap", "checkpoint"),
-    [
-        (OF_AXES, "numbers", "local_first", True), (OF_AXES, "lengths", "local_first", False),
-        (OF_AXES, "text", "interleave", True), (DEEPSTACK, "text", "interleave", False),
-    ],
-    ids=["numbers", "lengths", "interleave", "deepstack"],
-)  # fmt: skip
+@pytest.mark.parametrize("case, form, overlap, checkpoint", [
+    (OF_AXES, "numbers", "local_first", True), (OF_AXES, "lengths", "local_first", False),
+    (OF_AXES, "text", "interleave", True), (DEEPSTACK, "text", "interleave", False),
+], ids=["numbers", "lengths", "interleave", "deepstack"])  # fmt: skip
 def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, checkpoint: bool) -> None:
     """As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches."""
     _need(case)

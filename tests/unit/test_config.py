@@ -29,32 +29,21 @@ def test_what_is_allowed_makes_a_round_trip_and_another_fingerprint() -> None:
 
 
 REFUSED = [
-    ("enabled", "yes", "true or false"),
-    ("servers", "2", '{"reserved": n}'),
-    ("servers", {"reserved": 0}, "n of 1 or more"),
-    ("servers", {"ranks": []}, "ranks that differ"),
-    ("servers", {"ranks": [3, 3]}, "ranks that differ"),
-    ("servers", {"reserved": 1, "joined": 1}, '{"joined": n}'),
-    ("waves", 0, "from 1 to 8"),
-    ("memory", 0, "GiB above 0"),
-    ("memory", "4 GiB", "GiB above 0"),
-    ("tolerance", 1, "between 0 and 1"),
-    ("tolerance", math.nan, "between 0 and 1"),
-    ("tolerance", True, "between 0 and 1"),
-    ("tolerance", "auto", 'no "auto"'),
-    ("granularity", 128.0, "whole number"),
+    ("enabled", "yes", "true or false"), ("servers", "2", '{"reserved": n}'),
+    ("servers", {"reserved": 0}, "n of 1 or more"), ("servers", {"ranks": []}, "ranks that differ"),
+    ("servers", {"ranks": [3, 3]}, "ranks that differ"), ("servers", {"reserved": 1, "joined": 1}, '{"joined": n}'),
+    ("waves", 0, "from 1 to 8"), ("memory", 0, "GiB above 0"),
+    ("memory", "4 GiB", "GiB above 0"), ("tolerance", 1, "between 0 and 1"),
+    ("tolerance", math.nan, "between 0 and 1"), ("tolerance", True, "between 0 and 1"),
+    ("tolerance", "auto", 'no "auto"'), ("granularity", 128.0, "whole number"),
     ("overlap", "ping-pong", '"auto" or "local_first" or "interleave" or "none"'),
     ("links", {"inside": 300}, 'with the keys "inside" and "between" in GB/s above 0'),
-    ("links", {"inside": 300, "between": 0}, "above 0"),
-    ("links", {"inside": True, "between": 5}, "above 0"),
-    ("kernel", "Flash Attention", "deepspeed-cad doctor"),
-    ("cost", "pair", "ends in .json"),
-    ("speeds", "auto", 'null or "measure"'),
-    ("look_ahead", 2, "0 or 1"),
-    ("timeout_s", "60", "above 0"),
-    ("trace", None, "a file to write"),
+    ("links", {"inside": 300, "between": 0}, "above 0"), ("links", {"inside": True, "between": 5}, "above 0"),
+    ("kernel", "Flash Attention", "deepspeed-cad doctor"), ("cost", "pair", "ends in .json"),
+    ("speeds", "auto", 'null or "measure"'), ("look_ahead", 2, "0 or 1"),
+    ("timeout_s", "60", "above 0"), ("trace", None, "a file to write"),
     ("verify", -1, "0 or more"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value", "says"), REFUSED)

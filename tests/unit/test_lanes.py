@@ -194,12 +194,9 @@ def queue_tick(
             count.view(-1, count.shape[2]).index_add_(
                 0, index, torch.ones(len(index), count.shape[2], dtype=torch.int64)
             )
+    sent = [Outgoing(QUERY, q), Outgoing(KEY, k)]
     out = WavesOut(
-        len(parts),
-        lambda wave: transport.dispatch(
-            parts[wave], [Outgoing(QUERY, q), Outgoing(KEY, k)], nano_batch, Moment(turn, wave=wave)
-        ),
-        [Outgoing(QUERY, q), Outgoing(KEY, k)],
+        len(parts), lambda wave: transport.dispatch(parts[wave], sent, nano_batch, Moment(turn, wave=wave)), sent
     )
 
     def serve(wave: int, arrived: list[torch.Tensor]) -> list[Returning]:
@@ -305,11 +302,9 @@ def count_from(transports: list[LandingTransport], pushed: int, exchanges: int) 
         flags.fill_((pushed + (1 << 31)) % (1 << 32) - (1 << 31))
 
 
-@pytest.mark.parametrize(
-    ("pushed", "exchanges"),
-    [((1 << 31) - 9, (1 << 31) - 9), ((1 << 32) - 9, (1 << 32) - 9), (0, (1 << 31) + 9)],
-    ids=["half a round", "a round", "new flags where servers changed"],
-)
+@pytest.mark.parametrize("pushed, exchanges", [
+    ((1 << 31) - 9, (1 << 31) - 9), ((1 << 32) - 9, (1 << 32) - 9), (0, (1 << 31) + 9),
+], ids=["half a round", "a round", "new flags where servers changed"])  # fmt: skip
 def test_nor_when_flags_come_round(gpus: Gpus, pushed: int, exchanges: int) -> None:
     """Nor in a lane that rested for half a round: what landed there last lies so far behind that it seems ahead."""
     transports = [landing_transport(rank, 3) for rank in range(3)]

@@ -183,11 +183,10 @@ def test_positions_that_mean_nothing_are_named(positions: Any, words: str) -> No
         segments_from_positions(positions)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "shown"),
-    [([], "[] must"), ([1, 4], "[1, 4] must"), ([0, 5, 4], "0, 5, 4"), ([0, 13], "12 tokens"),
-     ([0, 1, 2, 3, 4, 5, 6, 7, 20], "6, 7]… must")],
-)  # fmt: skip
+@pytest.mark.parametrize("lengths, shown", [
+    ([], "[] must"), ([1, 4], "[1, 4] must"), ([0, 5, 4], "0, 5, 4"), ([0, 13], "12 tokens"),
+    ([0, 1, 2, 3, 4, 5, 6, 7, 20], "6, 7]… must"),
+])  # fmt: skip
 def test_cumulative_lengths_that_mean_nothing_are_shown(lengths: list[int], shown: str) -> None:
     with pytest.raises(CADDataError, match=re.escape(shown)):
         segments_from_cumulative(lengths, 12)

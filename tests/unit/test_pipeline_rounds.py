@@ -133,11 +133,10 @@ def session() -> Iterator[Session]:
     opened.close()
 
 
-@pytest.mark.parametrize(
-    ("documents", "orders", "order", "found"),
-    [("keep", True, [0, 1], [0, 1]), ("keep", True, [1, 0], [1, 0]), ("in_order", True, [1, 0], [0, 1]),
-     ("keep", False, [1, 0], [0, 1])],
-)  # fmt: skip
+@pytest.mark.parametrize("documents, orders, order, found", [
+    ("keep", True, [0, 1], [0, 1]), ("keep", True, [1, 0], [1, 0]), ("in_order", True, [1, 0], [0, 1]),
+    ("keep", False, [1, 0], [0, 1]),
+])  # fmt: skip
 def test_micro_batches_stay_in_order_where_that_is_asked_for(
     session: Session, documents: str, orders: bool, order: list[int], found: list[int]
 ) -> None:

@@ -75,9 +75,7 @@ CASES: list[tuple[str, list[str], Way]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels", "way"), CASES, ids=[f"{kind} {'+'.join(kernels)}" for kind, kernels, _ in CASES]
-)
+@pytest.mark.parametrize("kind, kernels, way", CASES, ids=[f"{kind} {'+'.join(kernels)}" for kind, kernels, _ in CASES])
 def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels get borders where they take them, in their form; whatever they do, documents are as they are alone."""
     if not NEW and kernels:
@@ -100,10 +98,9 @@ def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: py
 @pytest.mark.skipif(not NEW, reason="this version of transformers chooses kernels in another way")
 @pytest.mark.parametrize("leaks", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "changes", "kernel"),
-    [("qwen3_5_text", DELTA, "delta_rule"), ("bamba", {"attn_layer_indices": [1], **MAMBA}, "scan")],
-)
+@pytest.mark.parametrize("kind, changes, kernel", [
+    ("qwen3_5_text", DELTA, "delta_rule"), ("bamba", {"attn_layer_indices": [1], **MAMBA}, "scan"),
+])  # fmt: skip
 def test_probe_sees_in_bf16(
     kind: str, changes: Any, kernel: str, autocast: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

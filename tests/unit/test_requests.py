@@ -38,10 +38,9 @@ def test_a_bad_request(monkeypatch, text: str, said: str) -> None:
         read_environment()
 
 
-@pytest.mark.parametrize(
-    ("flags", "tolerance", "asked_by"),
-    [((None, None), 0.2, "outside"), (('{"tolerance": 0.2}', None), 0.2, "--cad"), (("{}", None), None, "")],
-)
+@pytest.mark.parametrize("flags, tolerance, asked_by", [
+    ((None, None), 0.2, "outside"), (('{"tolerance": 0.2}', None), 0.2, "--cad"), (("{}", None), None, ""),
+])  # fmt: skip
 def test_a_request_inside_another_agrees_with_it(monkeypatch, flags, tolerance, asked_by) -> None:
     monkeypatch.setenv(VARIABLE, '{"cad": {"tolerance": 0.2}, "asked_by": "outside"}')
     if tolerance is None:

@@ -102,10 +102,9 @@ class Event:
         return later.at - self.at
 
 
-@pytest.mark.parametrize(
-    ("calls", "now", "seconds"),
-    [([(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), ([(0, 10), (20, 30)], 15, 0.010), ([], 1e9, 0.0)],
-)
+@pytest.mark.parametrize("calls, now, seconds", [
+    ([(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), ([(0, 10), (20, 30)], 15, 0.010), ([], 1e9, 0.0),
+])  # fmt: skip
 def test_time_counts_once_and_when_it_is_over(
     monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, float]], now: float, seconds: float
 ) -> None:

@@ -107,10 +107,9 @@ def test_servers_are_named(servers: int, beside: str) -> None:
     assert session_lines.describe(facts).startswith(f"rank 0 of 2 attention servers{beside}, ")
 
 
-@pytest.mark.parametrize(
-    ("level", "handler_level", "shown"),
-    [(logging.INFO, logging.INFO, True), (logging.WARNING, logging.INFO, False), (logging.INFO, logging.ERROR, False)],
-)
+@pytest.mark.parametrize("level, handler_level, shown", [
+    (logging.INFO, logging.INFO, True), (logging.WARNING, logging.INFO, False), (logging.INFO, logging.ERROR, False),
+])  # fmt: skip
 def test_a_notice_is_seen_once(level: int, handler_level: int, shown: bool, capfd: Any, monkeypatch: Any) -> None:
     """Through the logger where a handler shows it, on stderr where none does."""
     ours, keeps = logging.getLogger("deepspeed_cad"), logging.handlers.BufferingHandler(9)

@@ -134,10 +134,9 @@ def test_what_several_hosts_use(
     assert choose("mixed", Job([1, 2, 3])).given[3] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "hosts", "words"),
-    [("mixed", [1, 1], "mixed: the ranks are on one host"), ("nvlink", [1, 2], "nvlink: the ranks are on 2 hosts")],
-)
+@pytest.mark.parametrize("name, hosts, words", [
+    ("mixed", [1, 1], "mixed: the ranks are on one host"), ("nvlink", [1, 2], "nvlink: the ranks are on 2 hosts"),
+])  # fmt: skip
 def test_names_that_do_not_fit_the_hosts_are_refused(
     name: str, hosts: list[int], words: str, gpus: pytest.MonkeyPatch
 ) -> None:

@@ -93,14 +93,10 @@ def _checkpointed(reentrant: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: _checkpointed(True), lambda: _checkpointed(False),
-        lambda: tiny_model("gpt_oss", torch.float32, sliding_window=5, attn_implementation="eager"),
-    ],
-    ids=["reentrant", "non-reentrant", "sinks"],
-)  # fmt: skip
+@pytest.mark.parametrize("make", [
+    lambda: _checkpointed(True), lambda: _checkpointed(False),
+    lambda: tiny_model("gpt_oss", torch.float32, sliding_window=5, attn_implementation="eager"),
+], ids=["reentrant", "non-reentrant", "sinks"])  # fmt: skip
 def test_checkpointing_and_sinks(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
     train(model=make())
     assert len(lines(capfd)) == 2

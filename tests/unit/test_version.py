@@ -16,10 +16,9 @@ from deepspeed_cad.version import OLDEST, is_too_old, refuse_old_packages
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("version", "old"),
-    [("4.55.4", True), ("4.9", True), ("3.99.1", True), ("4.57.0", False), ("4.57.0.dev0", False), ("5.0.0rc1", False)],
-)
+@pytest.mark.parametrize("version, old", [
+    ("4.55.4", True), ("4.9", True), ("3.99.1", True), ("4.57.0", False), ("4.57.0.dev0", False), ("5.0.0rc1", False),
+])  # fmt: skip
 def test_versions_are_compared_by_number(version: str, old: bool, monkeypatch) -> None:
     monkeypatch.setitem(OLDEST, "transformers", "4.57")
     assert is_too_old("transformers", version) is old

@@ -133,10 +133,9 @@ def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog
     ]
 
 
-@pytest.mark.parametrize(
-    ("failed", "exchange", "collective", "hopeless"),
-    [(False, 4, 0, False), (False, 5, 0, True), (False, 0, 9, False), (False, 0, 10, True), (True, 4, 0, True)],
-)
+@pytest.mark.parametrize("failed, exchange, collective, hopeless", [
+    (False, 4, 0, False), (False, 5, 0, True), (False, 0, 9, False), (False, 0, 10, True), (True, 4, 0, True),
+])  # fmt: skip
 def test_what_a_rank_had_begun_is_waited_for(
     ranks: list[Rank], failed: bool, exchange: int, collective: int, hopeless: bool
 ) -> None:
