@@ -150,7 +150,7 @@ def _of_modules(model: PreTrainedModel) -> Iterator[Refusal]:
             yield Refusal(f"{name} is cross-attention", _CROSSING)
         if "Indexer" in kind:
             yield Refusal(f"{name} is a {kind}", "sparse attention chooses its keys by content")
-        if (share := getattr(module, "layerdrop", 0)) > 0:
+        if (share := getattr(module, "layerdrop", None) or 0) > 0:
             reason = "each rank would leave out other layers, and all ranks attend in the same ones"
             yield Refusal(f"{name}.layerdrop is {share}".lstrip("."), reason, "Load the model with layerdrop=0.0")
         if "Attention" not in kind:
