@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.request import agree
 from deepspeed_cad.session import Session, current_session
 
@@ -136,16 +136,14 @@ class ProcessCheck(ActivationCheck):
         parts = [one for one in model.modules() if isinstance(one, host.PreTrainedModel)]
         known = any(one in self._known for one in parts)
         self._known.update(parts)
-        if known:
-            return
-        try:
+        from deepspeed_cad.integrations.models import why_kept
+
+        if not known and (why := why_kept(model)):
+            # A vision tower, perhaps: another model may be the one that is meant.
+            self._forwards_without, self.kept = self._forwards_without + trained, self.kept or why
+        elif not known:
             apply(model, self.config)
             self._opened = current_session()
-        except CADUnsupportedError as error:
-            # A vision tower, perhaps: another model may be the one that is meant.
-            logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
-            self._forwards_without += trained
-            self.kept = self.kept or str(error)
 
 
 def _waits_for_group() -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from deepspeed_cad.ahead.documents import batch_shape
-from deepspeed_cad.ahead.step import DEEPSPEED_EXPERTS, batch_rope
+from deepspeed_cad.ahead.step import EXPERTS, OF_EXPERTS, batch_rope
 from deepspeed_cad.attention.microbatch import MicroBatch, NotInterleaved
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.notice import notice
@@ -145,8 +145,8 @@ def why_not_twice(decoder: nn.Module) -> Iterator[str]:
     if any(hasattr(parameter, "ds_id") for parameter in decoder.parameters()):
         yield "ZeRO-3 shards the parameters, and a layer that ran gives them back"
     for module in decoder.modules():
-        if type(module).__module__.startswith(DEEPSPEED_EXPERTS):
-            yield "DeepSpeed's mixture of experts has a capacity and a loss of all tokens of a micro-batch"
+        if type(module).__module__.startswith(EXPERTS):
+            yield OF_EXPERTS
         if hasattr(module, "_get_fsdp_state") or hasattr(module, "_fsdp_wrapped_module"):
             yield "FSDP wraps its layers, and a layer that ran gives its parameters back or reduces their gradients"
         function = getattr(module, "_gradient_checkpointing_func", None)

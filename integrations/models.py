@@ -86,6 +86,16 @@ def refuse_model(model: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
+def why_kept(model: PreTrainedModel) -> str:
+    """Why a model keeps its attention, which a warning says, too; empty where it can have CAD."""
+    try:
+        refuse_model(model)
+    except CADUnsupportedError as error:
+        logger.warning("deepspeed_cad: %s keeps its attention: %s", type(model).__name__, error)
+        return str(error)
+    return ""
+
+
 def _of_family(model: PreTrainedModel) -> Iterator[Refusal]:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

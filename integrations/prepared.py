@@ -23,7 +23,6 @@ from deepspeed_cad.session import current_session
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
 
-
 DISPATCHED = (
     "dispatch_batches is on: the main process reads the batches of all ranks and concatenates them, which breaks "
     "packed rows. It is Accelerate's default for an IterableDataset. Set dispatch_batches=False "

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
 
 NOT_WRAPPED = (
-    "the Trainer did not wrap the model in DDP, so gradients of ranks are not added up. It leaves it so after "
-    "evaluate() before train(): evaluate afterwards, or by eval_on_start=True"
+    "the Trainer did not wrap the model in DDP, so gradients of ranks are not added up. That happens after "
+    "evaluate() before train(): evaluate when training has ended, or set eval_on_start=True"
 )
 _AHEAD = "_deepspeed_cad_ahead"
 """Attribute of a trainer: the `_AheadIterator` of the epoch that it trains."""

@@ -37,7 +37,8 @@ DEALT = "documents are dealt out to all ranks before each step, so compare losse
 NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
 AT_RANDOM = re.compile(r"drop|jitter|noise")
 """Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
-DEEPSPEED_EXPERTS = "deepspeed.moe."
+EXPERTS = "deepspeed.moe."
+OF_EXPERTS = "DeepSpeed's mixture of experts has a capacity and a loss of all tokens of a micro-batch"
 Due = Callable[[], list[Any]]
 """Called when a step is due: gives its micro-batches in the order of training, announced."""
 Arranged = tuple[list[Moved], list[Announcement], MicroBatch]
@@ -245,8 +246,8 @@ def _find_company(model: torch.nn.Module) -> str:
             return "output_router_logits is on, and the router's auxiliary loss depends on which documents meet"
         if getattr(config, "z_loss_coefficient", 0):
             return "z_loss_coefficient is set, and that loss is a mean over a micro-batch"
-        if type(module).__module__.startswith(DEEPSPEED_EXPERTS):
-            return "DeepSpeed's mixture of experts has a capacity and a loss of all tokens of a micro-batch"
+        if type(module).__module__.startswith(EXPERTS):
+            return OF_EXPERTS
         if kind := batch_rope(config):
             return f'rope_type "{kind}" rotates every document of a row by the longest one'
     return ""

@@ -221,16 +221,13 @@ def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> 
 
 def _refuse_block(config: CADConfig) -> None:
     for key, wrong, why in (
-        (
-            "recompute_attention", config.recompute_attention,
-            "attention of a stage meets the others only in the ticks of its own forward",
-        ),
+        ("recompute_attention", config.recompute_attention, "other stages would have to attend again, too"),
         ("overlap", config.overlap == "interleave", "the tasks of other stages hide exchanges instead"),
         ("documents", config.documents == "deal", "its loss is the mean over micro-batches, so they stay as they are"),
         ("speeds", config.speeds == "measure", "it is for reserved servers, and stages learn no speeds"),
         ("servers", config.servers != "all", "idle stages serve instead"),
         ("verify", config.verify > 0, "a stage runs with the others only. Compare the loss that eval_batch gives"),
-    ):  # fmt: skip
+    ):
         if wrong:
             found = getattr(config, key)
             raise CADConfigError(f'"cad": "{key}" is {found!r}, which a pipeline cannot have: {why}. Leave it out')

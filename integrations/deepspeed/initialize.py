@@ -64,19 +64,14 @@ def _bind_when_run(engine: Any, config: CADConfig, replica: Replica | None) -> N
     """For an engine without an optimizer, such as the reference model that TRL gives the JSON of the policy: it keeps
     its attention, unless it runs a training forward all the same, or forwards without backward are balanced and its
     process trains nothing (a worker for references or rewards)."""
-    from deepspeed_cad.integrations.models import find_model, refuse_model
+    from deepspeed_cad.integrations.models import find_model, why_kept
     from deepspeed_cad.integrations.transformers import bind
 
     def before_forward(module: torch.nn.Module, args: Any) -> None:
         trained = module.training and torch.is_grad_enabled()
         if trained or (config.forward_only == "balanced" and current_session() is None):
             handle.remove()
-            try:
-                refuse_model(find_model(module))
-            except CADUnsupportedError as error:
-                if trained:
-                    raise
-                logger.warning("deepspeed_cad: %s keeps its attention: %s", type(module).__name__, error)
+            if not trained and why_kept(find_model(module)):
                 return
             binding = bind(module, config, replica)
             logger.info("CAD is on for an engine without an optimizer: %s", binding.session.describe())

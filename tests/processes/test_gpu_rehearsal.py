@@ -14,7 +14,7 @@ import torch
 from forked import Script
 from gpu_check import Launch, start
 
-LONG, MOST = pytest.mark.long, "kernels,models,streams,exactness,lifetimes"
+LONG, MOST = pytest.mark.long, "kernels,models,streams,exactness,lifetimes,wrappers"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -35,7 +35,7 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("groups, ranks, checks", [
     ("transports", 2, "transport"),
-    pytest.param(MOST, 2, "kernel model rows two exactness lifetimes", marks=LONG),
+    pytest.param(MOST, 2, "kernel model rows two exactness lifetimes wrapper", marks=LONG),
     # Two trainers, which are a world of their own.
     pytest.param("servers", 3, "reserved", marks=LONG),
 ], ids=["some", "most", "servers"])  # fmt: skip

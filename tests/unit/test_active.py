@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +13,9 @@ import training
 pytest.importorskip("transformers")
 
 from deepspeed_cad.integrations import active
-from deepspeed_cad.integrations.models import refuse_model
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 
 
 class Host:
@@ -128,7 +128,7 @@ def test_the_first_training_forward_of_each_model_binds(check, host) -> None:
 def test_a_model_that_is_refused_keeps_its_attention_and_is_named_where_none_is_trained_with_cad(
     check, host, step, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(active, "apply", lambda model, config: (refuse_model(model), host.open()))
+    monkeypatch.setattr(active, "apply", lambda model, config: host.open())
     for _ in range(2):
         _forward(training.sdpa_llama(attention_dropout=0.1).train())
     assert sum("LlamaForCausalLM keeps its attention" in record.message for record in caplog.records) == 2
@@ -137,6 +137,12 @@ def test_a_model_that_is_refused_keeps_its_attention_and_is_named_where_none_is_
         step()
     _forward(training.tiny_llama().train())
     step()
+
+
+def test_what_else_cad_cannot_do_stops_at_the_first_forward(check, monkeypatch) -> None:
+    monkeypatch.setattr(active, "apply", Mock(side_effect=CADUnsupportedError("a package is too old")))
+    with pytest.raises(CADUnsupportedError, match="too old"):
+        _forward(training.tiny_llama().train())
 
 
 def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(host) -> None:
