@@ -6,6 +6,7 @@ In: a kernel, a device, a head shape. Out: `Measured` calls, and the `Fit` of th
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -213,15 +214,13 @@ def time_call(
     sequences = Sequences(host_q, host_k, cu_q, cu_k, int(rows.max()), int(call.end.max()))
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_element]
     heads, sizes = shape.heads_per_group * call.groups, (shape.head_dim, shape.value_dim)
-    q_QHD, do_QHV = (torch.randn(int(host_q[-1]), heads, size, device=device, dtype=dtype) for size in sizes)
-    k_KGD, v_KGV = (torch.randn(int(host_k[-1]), call.groups, size, device=device, dtype=dtype) for size in sizes)
-    rule = MaskRule(shape.head_dim**-0.5)
-    o_QHV, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule)
-    runs = (
-        lambda: kernel.forward(q_QHD, k_KGD, v_KGV, sequences, rule),
-        lambda: kernel.backward(do_QHV, q_QHD, k_KGD, v_KGV, o_QHV, lse_QH, sequences, rule),
-    )
-    return Measured(call, *(_seconds(run, device, repeats, budget) for run in runs))
+    # Numbers of its own: what the training draws, dropout or completions, is as without CAD.
+    draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype)
+    q_QHD, do_QHV = (draw(int(host_q[-1]), heads, size) for size in sizes)
+    k_KGD, v_KGV = (draw(int(host_k[-1]), call.groups, size) for size in sizes)
+    forward = partial(kernel.forward, q_QHD, k_KGD, v_KGV, sequences, MaskRule(shape.head_dim**-0.5))
+    backward = partial(kernel.backward, do_QHV, q_QHD, k_KGD, v_KGV, *forward(), *forward.args[3:])
+    return Measured(call, *(_seconds(run, device, repeats, budget) for run in (forward, backward)))
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int, budget: float) -> float:

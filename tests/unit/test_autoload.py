@@ -64,8 +64,7 @@ def python(tmp_path):
         # -S: no .pth file of an installed package arms the hook before the test does
         command = [sys.executable, "-S", "-c", code]
         done = subprocess.run(command, env=env, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+        assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.strip()
 
     return run

@@ -97,7 +97,9 @@ def test_ratios_become_seconds_of_this_machine(monkeypatch: pytest.MonkeyPatch) 
     seconds = speed.in_seconds(GENERIC_GPU, CPU, "torch_math").cost_for(USUAL_SHAPE).of([0], [512])
     assert float(seconds.sum()) == pytest.approx(3.0)
     monkeypatch.undo()
+    before = torch.get_rng_state()
     assert 0 < speed.in_seconds(GENERIC_GPU, CPU, "auto").entries[0].pair < 1e-5, "and really timed"
+    assert torch.equal(torch.get_rng_state(), before), "what the training draws is as without CAD"
 
 
 def test_ratios_stay_where_the_kernel_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
