@@ -42,11 +42,7 @@ if all(os.path.isfile(os.path.join(_TREE, name)) for name in ("pyproject.toml", 
 
 _HOME = {
     "CADConfig": "config",
-    "CADConfigError": "errors",
-    "CADDataError": "errors",
-    "CADError": "errors",
-    "CADPeerError": "errors",
-    "CADUnsupportedError": "errors",
+    **dict.fromkeys(("CADConfigError", "CADDataError", "CADError", "CADPeerError", "CADUnsupportedError"), "errors"),
     "apply": "api",
     "current_session": "session",
     "install": "launch.deepspeed_hook",

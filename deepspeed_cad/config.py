@@ -195,8 +195,8 @@ _ALLOWED: dict[str, _Check] = {
     "documents": _one_of("auto", "deal", "keep", "in_order"),
     "forward_only": _one_of("auto", "local", "balanced"),
     "look_ahead": _one_of(0, 1),
-    "timeout_s": ("a number of seconds above 0", lambda x: is_number(x) and x > 0),
-    "trace": ('the path of a file to write, or "" for none', lambda x: isinstance(x, str)),
+    "timeout_s": ("a number of seconds above 0, up to 1e7", lambda x: is_number(x) and 0 < x <= 1e7),
+    "trace": ('the path of a file to write, or "" for none', lambda x: isinstance(x, str) and not os.path.isdir(x)),
     "check": _one_of("sampled", "off"),
     "verify": ("a whole number of micro-batches, 0 or more", lambda x: _is_count(x, 0)),
 }

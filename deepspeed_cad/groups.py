@@ -3,6 +3,7 @@
 In: the configuration, and torch.distributed as the script set it up. Out: `Groups`, and costs. Opening is collective.
 """
 
+import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError, in_one_line
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, CADUnsupportedError, in_one_line
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options, numbers_of
@@ -23,6 +24,16 @@ from deepspeed_cad.profiles.speed import in_seconds
 from deepspeed_cad.server.launch import find_role
 from deepspeed_cad.server.servers import NoServers, join_servers
 from deepspeed_cad.shares import Replica, Shares
+
+
+def refuse_alone(ranks: int) -> None:
+    """Raise CADConfigError where a session of one rank is that of one of several processes."""
+    several = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1 < several:
+        raise CADConfigError(
+            f"CAD was turned on before torch.distributed was initialised, so each of {several} processes would attend "
+            "alone. Turn it on after init_process_group; in a script of the Trainer, after its TrainingArguments"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.feedback.layer_times import LayerTimes
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
-from deepspeed_cad.groups import open_groups, share_cost
+from deepspeed_cad.groups import open_groups, refuse_alone, share_cost
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import notice
@@ -68,6 +68,7 @@ class Session:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         """Of the job that train; those of the CAD group are `group_ranks`."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        refuse_alone(self.ranks)
         self._statistics = Statistics()
         self._forward_only = Statistics()
         self._read: dict[str, Statistics] = {}
@@ -331,6 +332,7 @@ class Session:
 
     def say_first(self) -> None:
         """When the first micro-batch was planned: that CAD is on. Once, and on rank 0 only."""
+        refuse_alone(self.ranks)
         if self._first_time("first"):
             notice(session_lines.first_line(self.facts()))
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from deepspeed_cad.ahead.documents import batch_shape
-from deepspeed_cad.ahead.step import EXPERTS, OF_EXPERTS, batch_rope
+from deepspeed_cad.ahead.step import EXPERTS, OF_EXPERTS, batch_rope, find_random
 from deepspeed_cad.attention.microbatch import MicroBatch, NotInterleaved
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.notice import notice
@@ -64,7 +64,7 @@ def _interleaved_class(cls: type[nn.Module]) -> type:
         if scope.binding.decoder() is not self or len(scope.micro_batch.ticks) == 1 or records(self, kwargs):
             return whole(*args, **kwargs)
         if scope.binding.in_turn is None:  # its first forward, when every wrapper is on it
-            _refuse(scope.binding, next(why_not_twice(self), ""))
+            _refuse(scope.binding, next(why_not_twice(self, scope.binding.session.config.overlap == "auto"), ""))
         if scope.binding.in_turn:
             return whole(*args, **kwargs)
         return _run_parts(whole, scope, scope.micro_batch, args, kwargs)
@@ -138,8 +138,8 @@ def _dynamo_off() -> Iterator[Callable[..., Any]]:
         set_eval_frame(hook)
 
 
-def why_not_twice(decoder: nn.Module) -> Iterator[str]:
-    """Why the decoder's forward cannot run twice at a time, each on a part of the tokens."""
+def why_not_twice(decoder: nn.Module, as_whole: bool) -> Iterator[str]:
+    """Why the decoder cannot run twice at a time, each on a part of the tokens; `as_whole`: with the same dropout."""
     config = getattr(decoder, "config", None)
     # Each call of a layer gathers its parameters and gives them back, while the other nano-batch is inside.
     if any(hasattr(parameter, "ds_id") for parameter in decoder.parameters()):
@@ -162,6 +162,8 @@ def why_not_twice(decoder: nn.Module) -> Iterator[str]:
             yield f"layer {index} has no attention, and nobody knows which tokens it looks at"
         if any(isinstance(module, nn.Conv1d) for module in layer.modules()):
             yield f"layer {index} has a convolution over tokens"
+    if as_whole and (random := find_random(decoder)):
+        yield f'{random} ("overlap": "interleave" lets it)'
     if kind := batch_rope(config):
         yield f'rope_type is "{kind}": its frequencies depend on the largest position in the batch'
     if getattr(config, "model_type", "") == "opt":

@@ -86,13 +86,9 @@ ON_GPUS: dict[str, Wrap] = {
 
 
 def train(
-    way: str,
-    batches: Iterable[dict[str, torch.Tensor]],
-    note: Callable[[torch.Tensor], Any],
-    block: dict[str, Any] | None,
-    device: torch.device,
-    late: bool = False,
-) -> list[Any]:
+    way: str, batches: Iterable[dict[str, torch.Tensor]], note: Callable[[torch.Tensor], Any],
+    block: dict[str, Any] | None, device: torch.device, late: bool = False,
+) -> list[Any]:  # fmt: skip
     """What `note(loss)` gives after each micro-batch; `block`: None without CAD; `late`: turned on after wrapping."""
     model = training.sdpa_llama().to(device)
     if block is not None and not late:

@@ -167,8 +167,8 @@ class Feed:
         unread = ""
         if self.deals and not self.read_ahead:
             unread = (
-                "documents stay on their ranks until a loader is read ahead of training, as Accelerate's soon are; "
-                "read yours through current_session().look_ahead(loader, model), if it has no state_dict()"
+                "documents stay on their ranks until a loader is read ahead, as Accelerate's soon are; read yours by "
+                "current_session().look_ahead(loader, model), unless it has state_dict() or DeepSpeed's data sampler"
             )
         return "; ".join(filter(None, (self.arranged, self.stays, unread)))
 

@@ -234,13 +234,9 @@ def table(comparison: Comparison, setting: Setting) -> list[str]:
 
 
 def draw(
-    comparison: Comparison,
-    setting: Setting,
-    lengths: list[int],
-    args: argparse.Namespace,
-    names: Sequence[str],
+    comparison: Comparison, setting: Setting, lengths: list[int], args: argparse.Namespace, names: Sequence[str],
     tell: Callable[[str], None],
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Write pictures into the folder --pictures; returns their names."""
 
     def at(

@@ -216,12 +216,9 @@ def _where(found: Foreseen) -> str:
 
 
 def _choices(
-    setting: Setting,
-    steps: Sequence[modes.Step],
-    mode: str,
-    servers: int | None,
+    setting: Setting, steps: Sequence[modes.Step], mode: str, servers: int | None,
     fewer: Callable[[int], Sequence[modes.Step]] | None,
-) -> list[tuple[Run, Sequence[modes.Step]]] | str:
+) -> list[tuple[Run, Sequence[modes.Step]]] | str:  # fmt: skip
     """Ways to run a mode, each with its steps; or why it cannot run."""
     kind, kept, step = mode.removesuffix(" kept"), mode.endswith(" kept"), steps[0]
     spans = any(layout.segments.begin.any() for one in steps for layout in one)

@@ -14,7 +14,7 @@ from trainers import BLOCK
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
 
-VERIFY = {**BLOCK, "verify": 2}
+VERIFY = {**BLOCK, "verify": 2, "timeout_s": 20}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
 
 

@@ -8,14 +8,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 
 pytest.importorskip("transformers")
 
 from deepspeed_cad.integrations import active
 
+import deepspeed_cad
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADConfigError, CADError, CADUnsupportedError
+from deepspeed_cad.session import close_session, open_session
 
 
 class Host:
@@ -170,11 +173,23 @@ def test_forwards_before_the_group_is_there_are_a_problem_unless_training_follow
     assert check.problem() == ""
 
 
+def test_cad_waits_for_torch_distributed(monkeypatch) -> None:
+    session = open_session(CADConfig(), torch.device("cpu"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(CADConfigError, match="before torch.distributed was initialised, so each of 2 processes"):
+        session.say_first()
+    monkeypatch.undo()
+    close_session()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CADConfigError, match="Turn it on after init_process_group"):
+        deepspeed_cad.apply(training.sdpa_llama())
+
+
 def test_a_fork_answers_for_itself(check, step) -> None:
     with pytest.raises(CADError):
         step()
     child = os.fork()
     if not child:
         os._exit(0 if check.problem() == "" else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert check.problem()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and check.problem()

@@ -134,8 +134,7 @@ def test_a_copy_keeps_the_hooks_and_not_cad(make: Any) -> None:
     model, binding = bound()
     twin = make(model)
     twin(**batch())
-    assert binding.forwards == 0 and find_binding(twin) is None
-    assert binding.session.statistics.micro_batches == 0
+    assert binding.forwards == 0 and find_binding(twin) is None and binding.session.statistics.micro_batches == 0
 
 
 def test_an_empty_batch_runs_one_row_that_nobody_sees() -> None:

@@ -41,7 +41,7 @@ REFUSED = [
     ("links", {"inside": 300, "between": 0}, "above 0"), ("links", {"inside": True, "between": 5}, "above 0"),
     ("kernel", "Flash Attention", "deepspeed-cad doctor"), ("cost", "pair", "ends in .json"),
     ("speeds", "auto", 'null or "measure"'), ("look_ahead", 2, "0 or 1"),
-    ("timeout_s", "60", "above 0"), ("trace", None, "a file to write"),
+    ("timeout_s", "60", "above 0"), ("timeout_s", 1e9, "to 1e7"), ("trace", None, "write"), ("trace", ".", "write"),
     ("verify", -1, "0 or more"),
 ]  # fmt: skip
 

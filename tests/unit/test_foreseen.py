@@ -90,8 +90,7 @@ def test_the_page_of_the_published_set_up_has_every_case_and_its_range() -> None
     rows = re.findall(
         r"^\| llama-(?:8b|34b) \| (?:web|long-mix) \| \d+K \|.*\| (\d\.\d\d) \| [^|]*\|$", page, re.MULTILINE
     )
-    assert len(rows) == 12
-    assert f"{min(rows)} to {max(rows)} of it" in page
+    assert len(rows) == 12 and f"{min(rows)} to {max(rows)} of it" in page
 
 
 def test_the_figures_of_the_published_run_of_a_pipeline() -> None:

@@ -105,8 +105,7 @@ def test_ranks_are_joined_into_documents() -> None:
         LocalSegments([2], [4], [0], 2),
     ]  # fmt: skip
     layout = assemble(local)
-    assert layout.segments.document.tolist() == [0, 1, 1, 2, 2]
-    assert layout.segments.rank.tolist() == [0, 0, 2, 2, 3]
+    assert layout.segments.document.tolist() == [0, 1, 1, 2, 2] and layout.segments.rank.tolist() == [0, 0, 2, 2, 3]
     assert layout.segments.offset.tolist() == [0, 4, 1, 7, 0]
     assert layout.tokens.tolist() == [7, 5, 9, 2] and layout.ranks == 4 and layout.documents == 3
     assert assemble([]).documents == 0
@@ -166,8 +165,7 @@ def test_zigzag_keeps_rows_and_evens_attention(lengths: list[int], ranks: int) -
 ])  # fmt: skip
 def test_positions_become_segments(positions: Any, mask: Any, table: list) -> None:
     found = segments_from_positions(positions, mask)
-    assert found.to_array().tolist() == table
-    assert found.tokens == np.asarray(positions).size
+    assert found.to_array().tolist() == table and found.tokens == np.asarray(positions).size
 
 
 @pytest.mark.parametrize("positions, words", [

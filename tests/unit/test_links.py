@@ -143,8 +143,7 @@ def test_paused_ranks_use_the_rule() -> None:
     speeds.hear(0, reports([0, 0], [0, 0], paused=1))
     assert speeds.now == (4e11, None) and speeds.links is RULE
     speeds.hear(0, reports([0, 0], [0, 0]))
-    assert speeds.now == (1e11, 1e10)
-    assert link_speeds(paused=True).report(0)[0] == 1
+    assert speeds.now == (1e11, 1e10) and link_speeds(paused=True).report(0)[0] == 1
 
 
 @pytest.mark.parametrize("nanoseconds, size, named", [

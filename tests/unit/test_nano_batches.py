@@ -221,9 +221,11 @@ def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, 
     (lambda decoder: setattr(decoder.config, "rope_parameters", {"rope_type": "longrope"}), '"longrope"'),
     (lambda decoder: setattr(decoder.config, "model_type", "opt"), "OPT"),
     (lambda decoder: setattr(decoder.layers[0], "mlp", training.deepspeed_experts()), "mixture of experts"),
+    (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Dropout(0.1)), "layers.1.more.p is 0.1"),
 ])  # fmt: skip
 def test_why_a_decoder_cannot_run_twice(change: Callable[[Any], None], says: str) -> None:
     decoder = tiny_model("llama").model
     change(decoder)
-    found = next(why_not_twice(decoder), "")
+    found = next(why_not_twice(decoder, True), "")
     assert says in found and bool(says) == bool(found)
+    assert next(why_not_twice(decoder, False), "") == (found if "more.p" not in says else "")

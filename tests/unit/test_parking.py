@@ -222,8 +222,7 @@ def test_what_servers_keep_is_parked_too(name: str, offload: bool, waves: int) -
         assert len(call.state._parcel._packed) == (2 if offload else 4)
         assert len(call.state._served._packed) == 2 * len(call.setup.schedule.waves)
     ranks.backward(outputs)
-    assert max(ranks.errors(outputs).values()) < 1e-12
-    assert len(lot.free) == lot.blocks
+    assert max(ranks.errors(outputs).values()) < 1e-12 and len(lot.free) == lot.blocks
 
 
 def kept_with_served() -> Kept:

@@ -48,8 +48,7 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int) -> li
         document, last = query[-1]
         assert (query[:, 0] == document).all() and (key[:, 0] == document).all()
         assert (np.diff(query[:, 1]) == 1).all() and (np.diff(key[:, 1]) == 1).all()
-        assert key[-1, 1] == last
-        assert key[0, 1] <= window_start(query[0, 1], window)
+        assert key[-1, 1] == last and key[0, 1] <= window_start(query[0, 1], window)
         done[int(document)][query[0, 1] : last + 1, group] += 1
 
     for schedule in schedules:

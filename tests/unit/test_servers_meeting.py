@@ -266,8 +266,7 @@ def test_a_server_that_one_trainer_lost_is_lost_for_all(job: Job, monkeypatch: p
     two._transport = mock.Mock(exchanges=7)
     job.link.gone[2] = "it ended"
     two._agree(0)
-    assert two.members == Members(1, 2, (4,), 8)
-    assert changed.call_args.args[:2] == ((4,), 1)
+    assert two.members == Members(1, 2, (4,), 8) and changed.call_args.args[:2] == ((4,), 1)
 
 
 def test_what_was_sent_before_a_server_was_lost_counts_and_its_memory_is_freed_when_all_have_theirs(

@@ -51,8 +51,7 @@ def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, *
 def test_collectives_on_one_host_and_on_several() -> None:
     own = machine(collective=100.0, between=10.0, all_to_all=50.0, latency=0.0)
     here, two = Cluster(4, 4, own), Cluster(8, 4, own)
-    assert here.gather(400.0, 4) == pytest.approx(400 * 3 / 4 / 100)
-    assert here.gather(400.0, 1) == 0.0
+    assert here.gather(400.0, 4) == pytest.approx(400 * 3 / 4 / 100) and here.gather(400.0, 1) == 0.0
     # Half of it comes from the other host, shared between four links; inside, three quarters are passed on.
     assert two.gather(800.0, 8) == pytest.approx(max(800 * 3 / 4 / 100, 800 / 2 / (4 * 10)))
     assert two.gather(800.0, 2, stride=4) == pytest.approx(800 / 2 / 10), "one rank of each host"

@@ -47,14 +47,9 @@ BEGIN = 4096
 
 
 def read_lengths(
-    places: Sequence[str],
-    needed: int,
-    tokenizer: str | None,
-    field: str | None,
-    limit: int,
-    skipped: list[str],
+    places: Sequence[str], needed: int, tokenizer: str | None, field: str | None, limit: int, skipped: list[str],
     tell: Callable[[str], None],
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Lengths of the first `limit` documents that are not empty; of a named distribution at least `needed` tokens.
 
     `skipped` gets a line for each file of a folder that cannot be read; `tell` hears how far it is. Raises CADDataError
