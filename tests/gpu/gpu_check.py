@@ -81,11 +81,11 @@ def launches(group: str, ranks: int, cuda: bool, hosts: list[tuple[int, ...]], s
     cannot run here."""
     if group in ("kernels", "bits") and cuda:
         return [Launch(group, f"part {part} of 2", limit_s=270) for part in (1, 2)]
-    if group in ("kernels", "bits", "models"):
+    if group in ("kernels", "bits", "models", "wrappers"):
         return [Launch(group, limit_s=270)]
     if group == "growth" and shared:
         return "needs a GPU for every rank: it fills their memory"
-    if group in ("transports", "exactness", "pipelines", "wrappers"):
+    if group in ("transports", "exactness", "pipelines"):
         return [Launch(group, limit_s=150)]
     if group == "identity":
         cases = (
