@@ -29,18 +29,21 @@ def _announcements(model: Any) -> list[int]:
     return found
 
 
-def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, **settings: Any) -> Any:
-    from accelerate import Accelerator, DeepSpeedPlugin
+def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, fsdp2: bool = False, **more: Any) -> Any:
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
     from deepspeed_cad.integrations.accelerate import CADPlugin
 
     if stage is not None:
-        settings["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=zero(stage, stage3_param_persistence_threshold=0))
+        more["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=zero(stage, stage3_param_persistence_threshold=0))
     if compiled:
         torch._dynamo.reset()
-        settings["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
-    settings["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
-    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**trainers.BLOCK)] if cad else [], **settings)
+        more["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
+    if fsdp2:  # wants GPUs; CPUs do, where Accelerate takes them for such
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
+        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    more["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
+    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**trainers.BLOCK)] if cad else [], **more)
 
 
 def _model(lora: dict[str, Any] | None, checkpoint: bool) -> Any:
@@ -64,6 +67,7 @@ def _run(
     loader, another = (DataLoader(data, rows, shuffle=bool(kind), collate_fn=trainers.collate) for _ in range(2))
     check = DataLoader(trainers.PackedRows(4, seed=50), batch_size=1, collate_fn=trainers.collate)
     model, optimizer, loader, another, check = accelerator.prepare(model, optimizer, loader, another, check)
+    assert hasattr(model, "unshard") == settings.get("fsdp2", False)
     model.train()
     announced = _announcements(model) if cad and kind else []
     entries: list[dict[str, Any]] = []
@@ -112,9 +116,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"stage": 2}, "ZeRO-3": {"stage": 3}, "LoRA": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
     # LoRA of the last layer alone, under checkpointing: the hidden states of the first need no gradient.
     "frozen inputs": {"lora": {"target_modules": ["o_proj"], "layers_to_transform": [1]}, "checkpoint": True},
-    "compiled": {"compiled": True},
+    "compiled": {"compiled": True}, "FSDP2": {"fsdp2": True, "checkpoint": True},
 }  # fmt: skip
-OFTEN, OTHER = ["DDP", "accumulation, two rows", "ZeRO-3", "frozen inputs"], ["ZeRO-2", "LoRA", "compiled"]
+OFTEN, OTHER = ["DDP", "accumulation, two rows", "ZeRO-3", "frozen inputs", "FSDP2"], ["ZeRO-2", "LoRA", "compiled"]
 KINDS = {
     "as it is": 12, "evaluated": 12, "shortened": 0, "broken off": 8, "broken off, held": 8, "looked at by rank 0": 12,
     "gone on": 8, "another model": 6,

@@ -70,8 +70,7 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
 ])  # fmt: skip
 def test_exit_code_where_the_core_does_not_work(monkeypatch, section: str, found: Finding, capsys) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: WORKS | {section: [found]})
-    assert cli.main(["doctor"]) == 1
-    assert "DOES NOT WORK" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 1 and "DOES NOT WORK" in capsys.readouterr().out
 
 
 def test_a_probe_that_fails_is_a_finding() -> None:

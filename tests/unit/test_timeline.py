@@ -79,5 +79,4 @@ def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str
         ([*output, "--", str(tmp_path / "missing")], "cannot run"),
         ([*output, "--", sys.executable, "-c", "pass"], "left no timeline"),
     ):
-        assert main(["trace", *arguments]) == 2
-        assert words in capfd.readouterr().err
+        assert main(["trace", *arguments]) == 2 and words in capfd.readouterr().err
