@@ -14,7 +14,7 @@ from trainers import BLOCK
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
 
-VERIFY = {**BLOCK, "verify": 2, "timeout_s": 20}
+VERIFY = {**BLOCK, "verify": 2}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
 
 
@@ -69,7 +69,7 @@ def test_documents_that_span_ranks_are_left_out(workers: WorkerPool) -> None:
 
 def _corrupted(rank: int, world: int) -> str:
     """What rank 1 sends back is wrong in one value."""
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY).train()
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY | {"timeout_s": 20}).train()
     transport = deepspeed_cad.current_session().transport
     give_back = transport.give_back
 
