@@ -26,16 +26,6 @@ from deepspeed_cad.server.servers import NoServers, join_servers
 from deepspeed_cad.shares import Replica, Shares
 
 
-def refuse_alone(ranks: int) -> None:
-    """Raise CADConfigError where a session of one rank is that of one of several processes."""
-    several = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks == 1 < several:
-        raise CADConfigError(
-            f"CAD was turned on before torch.distributed was initialised, so each of {several} processes would attend "
-            "alone. Turn it on after init_process_group; in a script of the Trainer, after its TrainingArguments"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Groups:
     """What one process is a member of; groups are None where it trains alone."""
@@ -72,6 +62,20 @@ class Groups:
                 group.close()
             elif group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+def processes() -> int:
+    """Of this job: by torch.distributed, or by the launcher's variable before that is initialised."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def refuse_alone(ranks: int) -> None:
+    """Raise CADConfigError where a session of one rank is that of one of several processes."""
+    if ranks == 1 < processes():
+        raise CADConfigError(
+            f"CAD was turned on before torch.distributed was initialised, so each of {processes()} processes would "
+            "attend alone. Turn it on after init_process_group; in a script of the Trainer, after its TrainingArguments"
+        )
 
 
 def open_groups(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:

@@ -331,7 +331,8 @@ class Session:
                 logger.warning(text)
 
     def say_first(self) -> None:
-        """When the first micro-batch was planned: that CAD is on. Once, and on rank 0 only."""
+        """When the first micro-batch was planned: that CAD is on. Once, and on rank 0 only.
+        Raises CADConfigError where torch.distributed was initialised later, so that each rank attends alone."""
         refuse_alone(self.ranks)
         if self._first_time("first"):
             notice(session_lines.first_line(self.facts()))

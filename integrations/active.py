@@ -21,6 +21,7 @@ from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.groups import processes
 from deepspeed_cad.request import agree
 from deepspeed_cad.session import Session, current_session
 
@@ -130,7 +131,7 @@ class ProcessCheck(ActivationCheck):
         trained = model.training and torch.is_grad_enabled()
         if not trained and (self.config.forward_only != "balanced" or generating.get()):
             return
-        if _waits_for_group():
+        if processes() > 1 and not dist.is_initialized():
             self._forwards_without += trained
             return
         parts = [one for one in model.modules() if isinstance(one, host.PreTrainedModel)]
@@ -146,18 +147,13 @@ class ProcessCheck(ActivationCheck):
             self._opened = current_session()
 
 
-def _waits_for_group() -> bool:
-    """Whether this process is one of several and torch.distributed is not initialised yet."""
-    return not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def _why(session: Session | None) -> str:
     if session is not None:
         return (
             "it is on for a model that no micro-batch was trained with so far. Another model is trained, or the model "
             "is in eval mode while it trains"
         )
-    if _waits_for_group() or (not dist.is_initialized() and torch.cuda.device_count() > 1):
+    if not dist.is_initialized() and max(processes(), torch.cuda.device_count()) > 1:
         return "torch.distributed is not initialised: the script must do it, under accelerate, torchrun or deepspeed"
     return (
         "no transformers model with causal attention was passed to Accelerator.prepare or deepspeed.initialize, or ran "

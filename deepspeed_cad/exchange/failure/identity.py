@@ -91,8 +91,8 @@ def compare(numbers: dict[int, int]) -> str:
         what = f"all are in {next(iter(said))}, but with different schedules, or after different exchanges"
     return (
         f"ranks meet in different exchanges of core attention: {what}. Every rank must run the same forwards and "
-        "backwards: where a script catches an exception on one rank and goes on, all must; one inside the decoder ends "
-        "training"
+        "backwards: a script that leaves one out after an exception must do so on all. An exception inside the decoder "
+        "ends training"
     )
 
 
