@@ -3,7 +3,6 @@
 In: the configuration, and torch.distributed as the script set it up. Out: `Groups`, and costs. Opening is collective.
 """
 
-import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, CADUnsupportedError, in_one_line
+from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError, in_one_line
 from deepspeed_cad.exchange.failure.board import Liveness, open_board
 from deepspeed_cad.exchange.failure.roll_call import call_roll
 from deepspeed_cad.exchange.group import Group, OwnGroup, nccl_options, numbers_of
@@ -62,20 +61,6 @@ class Groups:
                 group.close()
             elif group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-
-
-def processes() -> int:
-    """Of this job: by torch.distributed, or by the launcher's variable before that is initialised."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def refuse_alone(ranks: int) -> None:
-    """Raise CADConfigError where a session of one rank is that of one of several processes."""
-    if ranks == 1 < processes():
-        raise CADConfigError(
-            f"CAD was turned on before torch.distributed was initialised, so each of {processes()} processes would "
-            "attend alone. Turn it on after init_process_group; in a script of the Trainer, after its TrainingArguments"
-        )
 
 
 def open_groups(config: CADConfig, device: torch.device, replica: Replica | None, rank: int, ranks: int) -> Groups:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -39,7 +40,7 @@ from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.feedback.layer_times import LayerTimes
 from deepspeed_cad.feedback.link_speeds import LinkSpeeds
 from deepspeed_cad.feedback.memory_limit import ALL, SHARE, MemoryLimit
-from deepspeed_cad.groups import open_groups, refuse_alone, share_cost
+from deepspeed_cad.groups import open_groups, share_cost
 from deepspeed_cad.kernels.interface import Kernel, KernelNeed
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import notice
@@ -56,6 +57,11 @@ logger = logging.getLogger("deepspeed_cad")
 _sessions: list[Session] = []
 
 
+def processes() -> int:
+    """Of this job: by torch.distributed, or by the launcher's variable before that is initialised."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+
+
 class Session:
     """CAD in this process: one per process, for any number of models.
 
@@ -68,7 +74,7 @@ class Session:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         """Of the job that train; those of the CAD group are `group_ranks`."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        refuse_alone(self.ranks)
+        self._refuse_alone()
         self._statistics = Statistics()
         self._forward_only = Statistics()
         self._read: dict[str, Statistics] = {}
@@ -333,9 +339,16 @@ class Session:
     def say_first(self) -> None:
         """When the first micro-batch was planned: that CAD is on. Once, and on rank 0 only.
         Raises CADConfigError where torch.distributed was initialised later, so that each rank attends alone."""
-        refuse_alone(self.ranks)
+        self._refuse_alone()
         if self._first_time("first"):
             notice(session_lines.first_line(self.facts()))
+
+    def _refuse_alone(self) -> None:
+        if self.ranks == 1 < processes():
+            raise CADConfigError(
+                f"CAD was turned on before torch.distributed was initialised, so each of {processes()} processes would "
+                "attend alone. Turn it on after init_process_group; in a Trainer's script, after its TrainingArguments"
+            )
 
     def say_last(self, reason: str) -> None:
         """Where the session closes or the process ends, for a `reason` or well: what CAD did. Once, on rank 0 only."""

@@ -21,9 +21,8 @@ from _deepspeed_cad_waiter import when_imported
 from deepspeed_cad.api import apply
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADError
-from deepspeed_cad.groups import processes
 from deepspeed_cad.request import agree
-from deepspeed_cad.session import Session, current_session
+from deepspeed_cad.session import Session, current_session, processes
 
 logger = logging.getLogger("deepspeed_cad")
 
