@@ -218,8 +218,9 @@ def time_call(
     draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype)
     q_QHD, do_QHV = (draw(int(host_q[-1]), heads, size) for size in sizes)
     k_KGD, v_KGV = (draw(int(host_k[-1]), call.groups, size) for size in sizes)
-    forward = partial(kernel.forward, q_QHD, k_KGD, v_KGV, sequences, MaskRule(shape.head_dim**-0.5))
-    backward = partial(kernel.backward, do_QHV, q_QHD, k_KGD, v_KGV, *forward(), *forward.args[3:])
+    rule = MaskRule(shape.head_dim**-0.5)
+    forward = partial(kernel.forward, q_QHD, k_KGD, v_KGV, sequences, rule)
+    backward = partial(kernel.backward, do_QHV, q_QHD, k_KGD, v_KGV, *forward(), sequences, rule)
     return Measured(call, *(_seconds(run, device, repeats, budget) for run in (forward, backward)))
 
 
