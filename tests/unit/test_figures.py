@@ -95,10 +95,11 @@ def served(*results: Any) -> list[float]:
     return [*(f(v) for v in (speeds[:2], speeds[2:]) for f in (min, max)), *links, min(idle), max(idle)]
 
 
-HEADLINE = ("h100x2/train_heavy_64k_2r_c42b19a.json", "h100x4/train_prolong_64k_4r_ca692e1.json")
+HEADLINE = ("h100x2/train_heavy_64k_2r_c42b19a.json", "h200x4/train_prolong_64k_4r_b372ae4.json")
 H200X4 = "h200x4/train_prolong_64k_4r_2026-11-21.json"
-EVEN, STREAM, HEAVY = (f"h100x4/train_{one}.json" for one in
-                       ("even_4k_4r_ca692e1", "stream_64k_4r_ca692e1", "heavy_64k_4r_05f7e7c"))  # fmt: skip
+EVEN, STREAM = (f"h100x4/train_{one}_ca692e1.json" for one in ("even_4k_4r", "stream_64k_4r"))
+NEWEST = [f"h200x4/train_{one}_b372ae4.json" for one in ("heavy_64k_4r", "stream_64k_4r", "million_256k_4r")]
+SMALL = 'cad@{"keep":"host","memory":3.8}'
 SERVED = tuple(
     f"{gpu}x2/servers_{commit}_{mode}_{link}.json"
     for gpu, commit, link in (("h100", "c42b19a", "nvlink"), ("h200", "81c8253", "nvlink"), ("h100", "c42b19a", "host"),
@@ -199,8 +200,8 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |", "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
      both(over, over_kept)),
     ("nothing to gain | kept {:.2f} | `ca692e1` |", EVEN, both(over_kept)),
-    ("ships, over plain; over Ulysses | {:.2f}, kept {:.2f}; {:.2f}, kept {:.2f} | `05f7e7c` |", HEAVY,
-     both(over, over_kept, of_ulysses, kept_of_ulysses)),
+    ("the mix that ships | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `b372ae4` |", NEWEST[0],
+     both(over, over_kept, kept_of_ulysses)),
     ("each, 3 steps | {:.2f} of plain, kept {:.2f} | `aad1172` |", "h200x4/train_wlb_128k_4r_2026-11-21.json",
      both(over, over_kept)),
     ("| over plain data parallelism | {:.2f} | {:.2f} |", HEADLINE, both(over)),
@@ -222,12 +223,14 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
      lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
     ("recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |", H200X4,
      lambda r: (r["modes"]["cad"]["attention_max_over_mean"], exposed(r), over(r, "cad:recompute"))),
-    ("tokens | {:.2f} of Ulysses, kept {:.2f}; {:.2f} of all-gather context parallelism | `ca692e1` |", STREAM,
-     both(of_ulysses, kept_of_ulysses, partial(over, other="allgather_cp"))),
+    ("H100 | kept {:.2f} of Ulysses; {:.2f} of Ulysses and {:.2f} of all-gather context parallelism as they come "
+     "| `b372ae4`, `ca692e1` |", (NEWEST[1], STREAM),
+     lambda new, old: (kept_of_ulysses(new), of_ulysses(old), over(old, other="allgather_cp"))),
     ("| kept {:.3f} of Ulysses, {:.2f} of its memory; kept {:.3f}, {:.2f} of its memory | `594f82f` |", MILLION,
      both(kept_of_ulysses, kept_memory, partial(kept_of_ulysses, mode=KEEP), partial(kept_memory, mode=KEEP))),
-    ("tokens, seven steps | kept {:.3f} of Ulysses; {:.2f} of its memory | `d9dea06` |", MILLION4,
-     both(kept_of_ulysses, kept_memory)),
+    ("| kept {:.3f} of Ulysses, {:.2f} of its memory; kept {:.3f}, {:.2f} of its memory | `d9dea06`, `b372ae4` |",
+     (MILLION4, NEWEST[2]), lambda old, new: (kept_of_ulysses(old), kept_memory(old), kept_of_ulysses(new, SMALL),
+                                              kept_memory(new, SMALL))),
     ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
     ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `0c3bfa8` |",
      ALST4[0], alst),
@@ -347,6 +350,8 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
             for words, mode, file in (
                 ("| CAD", "cad", MILLION), ('| CAD, `"keep": "host"`', KEEP, MILLION), ('"memory": 1.3`', WAVES, WAVED),
                 ("| CAD", "cad", MILLION4), ('| CAD, `"keep": "host"`', KEEP, MILLION4_KEPT),
+                ('"memory": 3.8`', SMALL, NEWEST[2]),
+                ('"memory": 3`', 'cad@{"keep":"host","memory":3}', NEWEST[2].replace("b37", "memory_3_b37")),
             )
         ),
         *(
