@@ -13,7 +13,8 @@ import pytest
 import torch
 import training
 from deepspeed_cad.integrations import interleaved
-from deepspeed_cad.integrations.interleaved import CannotJoin, RowCut, why_not_twice
+from deepspeed_cad.integrations.functions import Scope, running
+from deepspeed_cad.integrations.interleaved import CannotJoin, RowCut
 from model_cases import tiny_model
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
@@ -223,9 +224,17 @@ def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, 
     (lambda decoder: setattr(decoder.layers[0], "mlp", training.deepspeed_experts()), "mixture of experts"),
     (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Dropout(0.1)), "layers.1.more.p is 0.1"),
 ])  # fmt: skip
-def test_why_a_decoder_cannot_run_twice(change: Callable[[Any], None], says: str) -> None:
+def test_why_a_decoder_cannot_run_twice(monkeypatch: Any, change: Callable[[Any], None], says: str) -> None:
+    """Asked in its first forward of two nano-batches; by the reason it runs whole, and else in two."""
     decoder = tiny_model("llama").model
     change(decoder)
-    found = next(why_not_twice(decoder, True), "")
-    assert says in found and bool(says) == bool(found)
-    assert next(why_not_twice(decoder, False), "") == (found if "more.p" not in says else "")
+    monkeypatch.setattr(interleaved, "_run_parts", lambda *_: "in parts")
+    monkeypatch.setattr(type(decoder), "forward", lambda self, input_ids: "whole")
+    interleaved.interleave(decoder)
+    for overlap, expected in (("auto", says), ("interleave", "" if "more.p" in says else says)):
+        session = SimpleNamespace(rank=1, config=SimpleNamespace(overlap=overlap))
+        binding = Mock(session=session, decoder=lambda: decoder, in_turn=None)
+        before = running.set(Scope(binding, Mock(ticks=[0, 1])))
+        assert decoder(input_ids=torch.zeros(1, 4)) == ("whole" if expected else "in parts")
+        running.reset(before)
+        assert expected in binding.in_turn and bool(expected) == bool(binding.in_turn)
