@@ -116,12 +116,12 @@ def run_script(script: str, words: Sequence[str], is_module: bool, request: Requ
             "Python runs with -S): processes that the script starts would train without CAD. Install with pip"
         )
     sys.argv = [script, *words]
+    if not getattr(sys.flags, "safe_path", False):  # else Python puts no folder there
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
     try:
         if is_module:
-            sys.path[0] = os.getcwd()
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(script))
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code:  # 0 and None are success

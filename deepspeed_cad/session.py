@@ -55,6 +55,8 @@ from deepspeed_cad.trace import open_tracer
 logger = logging.getLogger("deepspeed_cad")
 
 _sessions: list[Session] = []
+# A forked process, as loaders start, has none: where it ends it tells nobody that its parent did.
+os.register_at_fork(after_in_child=_sessions.clear)
 
 
 def processes() -> int:
@@ -165,10 +167,12 @@ class Session:
             self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
         transfers = self._note_transfers(crew) if self.links.source == "measured" else None
         logger.info("%s", self.links)
-        links = LinkSpeeds(self.links, rule, transfers, self.groups.hosts, pauses)
+        members = self.shares.members
+        names = [f"rank {rank} on {host}" for rank, host in zip(members, self.groups.hosts, strict=True)]
+        links = LinkSpeeds(self.links, rule, transfers, names, pauses)
         given = None if isinstance(self.config.memory, str) else self.config.memory
         share = ALL if self.servers.at_start else SHARE
-        memory = MemoryLimit(given, self.device, lambda: counts.backwards > 0, pauses, share)
+        memory = MemoryLimit(given, self.device, members, lambda: counts.backwards > 0, pauses, share)
         return Learned(links, memory, LayerTimes(crew.trainers, lambda of: counts.stretch_times[of].take(), pauses))
 
     @property

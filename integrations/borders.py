@@ -18,12 +18,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed_cad.attention.spanning import Spanning
-from deepspeed_cad.layout import LocalSegments
+from deepspeed_cad.layout import Ints, LocalSegments
 
 NAME = "cad_borders"
 """The argument by which a decoder's layers get their borders."""
@@ -42,8 +41,6 @@ kernels that give the same for the same, as those of forwards do: then not one b
 that a layer hands on at the start of training."""
 _ALONE = {torch.float64: 1e-3, torch.float32: 2e-2, torch.float16: 5e-2, torch.bfloat16: 0.1}
 """How far both may be from what they give alone, as a share of the largest output. Kernels round in fp32 or TF32."""
-
-Ints = npt.NDArray[np.int64]
 
 
 class _Take(torch.autograd.Function):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from deepspeed_cad.errors import CADUnsupportedError
-from deepspeed_cad.layout import PADDING, LocalSegments
+from deepspeed_cad.layout import PADDING, Ints, LocalSegments
 
 logger = logging.getLogger("deepspeed_cad")
 
@@ -23,8 +23,6 @@ DOCUMENTS, QUERIES = 16, 5
 
 _PLACES = ("cache_position", "attention_mask")
 """Arguments that lie where the mask function's own tensors do; newer versions of transformers say the device."""
-
-Ints = npt.NDArray[np.int64]
 
 
 def is_due(forwards: int) -> bool:

@@ -14,7 +14,6 @@ class Unread:
 
     differs: torch.Tensor
     event: torch.cuda.Event
-    announced: Announcement
 
 
 def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | None:
@@ -34,7 +33,7 @@ def compare_later(given: dict[str, Any], announced: Announcement) -> Unread | No
     differs.copy_((wanted != positions.reshape(-1)).any(), non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return Unread(differs, event, announced)
+    return Unread(differs, event)
 
 
 def plain_mask(given: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class _Epoch:
             yield from plain
         # What was a model before may not be gone yet on some rank, so ranks ask each other whether there is one only.
         elif not binding.feed.agree_to_announce(
-            len(self._models) == 1 and binding.forwards == self._before[0][0] + 1 and _reads(binding, *first)
+            len(self._models) == 1 and binding.forwards == self._before[0][0] + 1 and _reads(binding, first)
         ):
             yield from plain
         else:
@@ -106,11 +106,11 @@ def _gives_as_many(loader: Any) -> bool:
     return type(sampler).__name__ == "BatchSamplerShard" and bool(getattr(sampler, "even_batches", False))
 
 
-def _reads(binding: Binding, batch: Any) -> bool:
-    """Whether a batch has the documents that the model trained last."""
+def _reads(binding: Binding, first: list[Any]) -> bool:
+    """Whether the first batch of a loader, if it has one, has the documents that the model trained last."""
     try:
-        mine = read_documents(batch)
-    except (CADError, AttributeError, TypeError):
+        mine = read_documents(first[0])
+    except (CADError, AttributeError, IndexError, TypeError):
         return False
     return binding.last_read is not None and mine.local.same_as(binding.last_read)
 

@@ -140,7 +140,7 @@ def _evaluation_loop(original: Callable[..., Any], self: Any, dataloader: Any, *
     binding = _binding_of(self)
     count = len(dataloader) if has_length(dataloader) else None
     # All ranks are here: the Trainer gathers their losses.
-    together = binding is not None and binding.session.group_ranks > 1 and binding.feed.as_many(count)
+    together = binding is not None and binding.session.group_ranks > 1 and binding.feed.same_length(count)
     with within(in_step) if together else nullcontext():
         return original(self, dataloader, *args, **kwargs)
 

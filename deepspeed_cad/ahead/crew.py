@@ -42,7 +42,7 @@ class Crew:
     servers: Servers | None = None
     generation: int = 0
     calls: Callable[[Callable[[MicroBatch], None]], Calls] = lambda plan_again: Calls()
-    """How a micro-batch of now makes its attention calls; it is planned again by what is passed."""
+    """Makes the attention calls of a micro-batch, which its argument plans again where servers have changed."""
 
     @property
     def ranks(self) -> int:

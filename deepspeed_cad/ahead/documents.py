@@ -1,9 +1,9 @@
 """Documents of a micro-batch as models receive it: the one reader of all host frameworks and of pipelines.
 
-In: what a forward is given, a dict of input_ids, position_ids, cu_seq_lens_q, attention_mask. Out: an `Announcement`,
-this rank's segments. No copies of the batch are kept. What each argument says is what attention of transformers makes
-of it (a table of docs/getting-started.md); a document lies in one row of the batch. Arguments that say something must
-say the same. Without any, each batch row is a document.
+In: what a forward is given, a dict of input_ids, position_ids, seq_idx, cu_seq_lens_q, attention_mask and others. Out:
+an `Announcement`, this rank's segments. No copies of the batch are kept. What each argument says is what attention of
+transformers makes of it (a table of docs/getting-started.md); a document lies in one row of the batch. Arguments that
+say something must say the same. Without any, each batch row is a document.
 """
 
 from __future__ import annotations

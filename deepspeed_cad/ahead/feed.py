@@ -100,8 +100,8 @@ class Feed:
         """Whether the batches of a loader reach the model as they are, on every rank; asked by every rank."""
         return all(self._ask_all(int(here)))
 
-    def as_many(self, batches: int | None) -> bool:
-        """Whether the loaders of all ranks have as many batches; None: not known. Asked by every rank."""
+    def same_length(self, batches: int | None) -> bool:
+        """Whether the loaders of all ranks have equally many batches; None: not known. Asked by every rank."""
         counts = self._ask_all(-1 if batches is None else batches)
         return counts[0] >= 0 and len(set(counts)) == 1
 
@@ -193,7 +193,7 @@ class Feed:
 
     def take(self, mine: Announcement | None) -> MicroBatch:
         """The planned micro-batch of this training forward. `mine` is None where it is the announced one, unread."""
-        self._refuse_abandoned()
+        self.refuse_abandoned()
         if mine is not None and self.draws_more:
             drawn = enumerate(one for one, *_ in islice(self._ahead, self._given_out))
             same = [(one.ids != mine.ids, place) for place, one in drawn if one.local.same_as(mine.local)]
@@ -230,7 +230,7 @@ class Feed:
 
     def look(self, mine: Announcement) -> MicroBatch:
         """The planned micro-batch of a forward without backward, which all ranks run together; none is announced."""
-        self._refuse_abandoned()
+        self.refuse_abandoned()
         if not self._numbered:
             self.plans.references += 1
             self.number, self._numbered = -self.plans.references, True
@@ -240,7 +240,7 @@ class Feed:
     def others_look(self) -> list[Said] | None:
         """What other ranks look at next, with any model, where this rank has no further forward without backward; None
         where no rank has one."""
-        self._refuse_abandoned()
+        self.refuse_abandoned()
         subject = Subject(What.LOOK, self.number, index=self._looks)
         said = self._result(self.worker.submit(lambda: self._gather(subject, None)))
         return None if all(one.state == State.ENDED for one in said) else said
@@ -250,7 +250,7 @@ class Feed:
         self._looks += 1
         return self._wait(self._plan(lambda: [_announced(one) for one in gather()], backward=False))
 
-    def _refuse_abandoned(self) -> None:
+    def refuse_abandoned(self) -> None:
         if self.plans.abandoned:
             # Also where plans were ready before: this rank's part of an exchange is missing, so no later one pairs up.
             raise CADPeerError(self.plans.abandoned)
@@ -302,7 +302,7 @@ class Feed:
             self.gatherer.liveness.report(self.plans.abandoned)
 
     @contextmanager
-    def between_collectives(self, what: str) -> Iterator[None]:
+    def between_collectives(self) -> Iterator[None]:
         """What this rank does on the look-ahead thread while the others go on to the next collective. An error here is
         told to them at once: this rank's part of that collective will be missing."""
         try:
@@ -310,7 +310,7 @@ class Feed:
         except Exception as error:
             told = error
             if not isinstance(told, CADError):
-                told = CADPeerError(f"rank {self.rank}: {what}: {type(error).__name__}: {error}")
+                told = CADPeerError(f"rank {self.rank}: the documents of a step: {type(error).__name__}: {error}")
             self.gatherer.broken = self.gatherer.broken or told
             self.abandon(told)
             raise

@@ -123,13 +123,13 @@ class StepAhead:
         stays: int | None,
     ) -> Arranged:  # fmt: skip
         feed = self.feed
-        with feed.between_collectives("the documents of a step"):
+        with feed.between_collectives():
             found = self._fields(batches, announcements) if stays is None else None
             fields, padding = (None, NO_PADDING) if found is None else found
             message = StepMessage(announcements, stays or STAYS if fields is None else digest(repr(fields)), padding)
         every = feed.gather_step(at, message.to_array())
         said = [StepMessage.from_array(every[rank]) for rank in feed.shares.members]
-        with feed.between_collectives("the documents of a step"):
+        with feed.between_collectives():
             moved, loaded = self._place(at, batches, said, fields, keys)
             known = {id(batch): mine for batch, mine in zip(batches, announcements)}
             mine = [known[id(one.batch)] if id(one.batch) in known else feed.read(one.batch) for one in moved]
@@ -217,8 +217,8 @@ def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "
 
 def settle_together(feed: Feed, began: tuple[bool, bool] | None) -> tuple[bool, bool]:
     """What `settle` found, for ranks that read hooks and losses of their own: where an epoch begins documents are dealt
-    out, and micro-batches put in order, only if all ranks may (collective). Later, by what it `began` with, a rank
-    for which something has changed keeps its next steps as they are. Gives what to begin with."""
+    out, and micro-batches put in order, only if all ranks may (collective). Within an epoch a
+    rank for which something has changed keeps its next steps as they are. Gives what the epoch `began` with."""
     mine, others_deal = (feed.deals, feed.orders), False
     if first := began is None:
         said = [mine[0] + 2 * mine[1]]

@@ -51,9 +51,14 @@ def foresee_steps(args: argparse.Namespace) -> int:
         of_rank = args.batch if args.packing in DEALT else 1.3 * args.micro_batches
         needed = int(of_rank * setting.seats * args.context * (args.steps + 1))
         skipped: list[str] = []
-        lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, tell)
         rows = Rows(args.context, args.packing, args.micro_batches, args.batch)
-        steps = make_steps(lengths, setting, rows, args.steps)
+        while True:
+            lengths = read_lengths(args.input, needed, args.tokenizer, args.field, args.limit, skipped, tell)
+            steps = make_steps(lengths, setting, rows, args.steps)
+            # A distribution has no end. Rows take only the begin of long documents, or many documents each.
+            if len(steps) >= args.steps or args.input[0] not in NAMED or sum(lengths) < needed:
+                break
+            needed *= 2
         if not steps:
             raise CADDataError(
                 f"{len(lengths)} documents with {sum(lengths)} tokens do not fill one step of {setting.seats} ranks "
@@ -245,9 +250,10 @@ def draw(
         # Of hosts that differ, the smallest stands for all.
         size = setting.cluster.per_host if args.ranks_per_node else HOST
         other = replace(setting, cluster=Cluster(ranks, min(ranks, size), setting.machine))
-        need = other.seats * context * args.micro_batches * (SWEEP_STEPS + 1)
+        of_row = args.batch if args.packing in ("none", *DEALT) else 1
+        need = other.seats * context * of_row * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.
-        data = lengths * (1 + need // sum(lengths))
+        data = lengths * (1 + need // sum(min(length, context) for length in lengths))
         rows = Rows(context, args.packing, args.micro_batches, args.batch)
         steps = make_steps(data, other, rows, SWEEP_STEPS)
         tell(f"pictures: {ranks} GPUs, {context} tokens" + f", {servers} reserved" * bool(servers))

@@ -19,4 +19,4 @@ class Reporter(Protocol):
         """[columns] what this rank measured since it last reported; `model`: whose documents it travels with."""
 
     def hear(self, model: int, reports: Ints) -> None:
-        """Learn from the reports of all ranks ([ranks, columns]), equal on every rank."""
+        """Learn from the reports of the CAD group ([ranks, columns]), equal on all its ranks."""

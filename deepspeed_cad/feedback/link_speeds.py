@@ -38,16 +38,16 @@ class LinkSpeeds:
     """Whether it pauses; nanoseconds and bytes inside a host, the same between hosts."""
 
     def __init__(
-        self, links: Links, rule: Links, transfers: Transfers | None, hosts: Sequence[str], pauses: Callable[[], bool]
+        self, links: Links, rule: Links, transfers: Transfers | None, names: Sequence[str], pauses: Callable[[], bool]
     ) -> None:
-        """The links of the ranks on `hosts` (their names), as known at the start.
+        """The links of ranks (`names`: as messages call them), as known at the start.
 
         `rule`: figures that depend on no measured time, for as long as any rank `pauses`; `transfers`: what this rank's
         transfers took; None: figures are not corrected."""
-        self.start, self._rule, self._hosts, self._pauses, self._transfers = links, rule, hosts, pauses, transfers
+        self.start, self._rule, self._names, self._pauses, self._transfers = links, rule, names, pauses, transfers
         self._speeds = [links.inside, links.between]
         self._paused = False
-        self._seconds, self._bytes = np.zeros((2, len(hosts))), np.zeros((2, len(hosts)))
+        self._seconds, self._bytes = np.zeros((2, len(names))), np.zeros((2, len(names)))
         self._heard = [0, 0]
         self.warning = ""
         """What a user should know of links; it stays."""
@@ -96,7 +96,7 @@ class LinkSpeeds:
         slow = [rank for rank, speed in enumerate(speeds) if 0 < speed < first / ALARMING]
         if not slow or self.warning:
             return
-        who = ", ".join(f"rank {rank} on {self._hosts[rank]} ({speeds[rank] / 1e9:.3g} GB/s)" for rank in slow[:8])
+        who = ", ".join(f"{self._names[rank]} ({speeds[rank] / 1e9:.3g} GB/s)" for rank in slow[:8])
         self.warning = (
             f"the link {KINDS[kind]} is more than {ALARMING:g} times slower than the {first / 1e9:.3g} GB/s "
             f"{self.start.source} at start, for {who}: plans move less over it. Look at these hosts' network"

@@ -8,7 +8,7 @@ hold up gets up to twice the share, and all that is no more than what training l
 counts: waves after the first two would hold up the linear layers that hide what servers do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     """Bytes on each rank; infinite where there is no limit."""
     source: str
     most: float = 0.0
-    """Bytes for what no cut makes fit into `size`; not more than `size`: that is an error."""
+    """Bytes for what no cut makes fit into `size`; if this is not above `size`, such a tick is an error."""
 
 
 NO_LIMIT = Limit(float("inf"), "")
@@ -44,15 +44,17 @@ class MemoryLimit:
         self,
         given: float | None,
         device: torch.device,
+        members: Sequence[int],
         has_trained: Callable[[], bool] = lambda: False,
         pauses: Callable[[], bool] = lambda: False,
         share: float = SHARE,
     ) -> None:
-        """`given`: GiB of the configuration; None for "auto", which only GPUs have. `has_trained`: whether a backward
-        ran, so that the peak of training is known. `pauses`: while it holds on any rank, nothing depends on measured
-        memory. `share`: of a GPU's memory, at most, with "auto"."""
+        """`given`: GiB of the configuration; None for "auto", which only GPUs have. `members`: the ranks of the group.
+        `has_trained`: whether a backward ran, so that the peak of training is known. `pauses`: while it holds on any
+        rank, nothing depends on measured memory. `share`: of a GPU's memory, at most, with "auto"."""
         self.given = None if given is None else given * 2**30
-        self.device, self.share, self._has_trained, self._pauses = device, share, has_trained, pauses
+        self.device, self.share, self._members = device, share, members
+        self._has_trained, self._pauses = has_trained, pauses
         self.most_needed = 0.0
         self._lacked = float("inf")
         self.now = NO_LIMIT if self.given is None else Limit(self.given, 'the key "memory"')
@@ -77,12 +79,12 @@ class MemoryLimit:
             size = int(sizes[sizes > 0].min())
             source = 'the key "memory"'
             if self.given is None:
-                source = f'"memory": "auto" (by rank {int((sizes == size).argmax())})'
+                source = f'"memory": "auto" (by rank {self._members[(sizes == size).argmax()]})'
             most = float(free.min()) if (free > 0).all() else float("inf")
             # What some rank lacked all ranks know.
             self.now = Limit(float(size), source, 0.0 if self.given is not None or self._lacked <= size else most)
         if (free > 0).all() and free.min() < self.now.size:
-            self.now = Limit(float(free.min()), f"what training leaves free on rank {int(free.argmin())}")
+            self.now = Limit(float(free.min()), f"what training leaves free on rank {self._members[free.argmin()]}")
 
     def needs(self, size: float) -> None:
         """A tick needs so much, and has it."""

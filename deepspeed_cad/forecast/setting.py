@@ -170,7 +170,7 @@ class Setting:
     """Passes of a step without backward over the same micro-batches, beside the one that trains: as many models, or
     as often, as a trainer of rollouts asks for log-probabilities, values or rewards."""
     forward_only: bool = False
-    """Whether this is one of them."""
+    """Whether this setting describes one such pass."""
     made: Mapping[int, tuple[Layout, Plan]] = field(default_factory=dict, compare=False, repr=False)
     """Plans in place that were made already, each with its layout, by the layout's `id`."""
     loss: Literal["chunked", "whole"] = "chunked"

@@ -111,7 +111,7 @@ class PipelineBinding:
         """Before a step: learn what all replicas train, and begin to plan. Raises StopIteration where data ended.
 
         `look` runs the first micro-batch through all stages, without gradients; called before the first step."""
-        self._refuse_abandoned()
+        self.feed.refuse_abandoned()
         count, rounds = self.engine.micro_batches, self.rounds
         if not self.program:
             self._look_at_layers(look, count)
@@ -133,7 +133,7 @@ class PipelineBinding:
 
     def begin_evaluation(self, count: int) -> None:
         """Before an evaluation: every stage learns the documents that it will attend alone."""
-        self._refuse_abandoned()
+        self.feed.refuse_abandoned()
         mine = self._peek(count, has_loss=False)
         self._alone = deque(self._gather(mine, count, "this evaluation"))
         self._load(mine or [], count)
@@ -227,10 +227,6 @@ class PipelineBinding:
     @property
     def _loads(self) -> bool:
         return self.place.stage in (0, self.engine.num_stages - 1)
-
-    def _refuse_abandoned(self) -> None:
-        if self.session.plans.abandoned:
-            raise CADPeerError(self.session.plans.abandoned)
 
     def _peek(self, count: int, has_loss: bool = True) -> list[Loaded] | None:
         """This rank's next micro-batches: none on a stage that loads nothing, None where the loader ended."""

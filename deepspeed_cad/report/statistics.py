@@ -45,7 +45,7 @@ class Statistics:
     looks_slowest_before: float = 0.0
     looks_slowest: float = 0.0
     looks_mean: float = 0.0
-    """Of these, what the same words say without `looks`."""
+    """The same three, of forwards without backward."""
     load_before: Floats = field(default_factory=lambda: np.zeros(1))
     """Attention of each rank if every rank ran its own tokens; one zero before the first micro-batch."""
     load: Floats = field(default_factory=lambda: np.zeros(1))

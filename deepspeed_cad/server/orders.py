@@ -1,6 +1,6 @@
 """What the leader tells reserved servers: of micro-batches, of their plans, and of every exchange before it starts.
 
-Servers are told plans and do not make them: then nothing that a plan depends on (costs, paces, speeds) has to be equal
+Servers are told plans and do not make them: then nothing that a plan depends on (costs, speeds) has to be equal
 there too. Nor do they know how much memory there may be: they are told the cut that trainers found, and make the same
 waves of the same tasks. Each order names its wave. Whether both ends mean the same is compared in every exchange,
 because its identity covers the wave and the schedule.

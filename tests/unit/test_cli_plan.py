@@ -57,11 +57,16 @@ def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.C
     assert main([*words, "--modes", "plain kept,cad,cad reserved", "--reserve", "1", "--output", str(target)]) == 0
     assert "rows of 16 documents" in "".join(capsys.readouterr())
     kept, cad, reserved = json.loads(target.read_text())["modes"]
-    assert (
-        cad["tokens"] == kept["tokens"] and cad["tokens_per_second_per_gpu"] > 1.4 * kept["tokens_per_second_per_gpu"]
-    )
-    assert cad["peak"] < kept["peak"] and reserved["tokens_per_second_per_gpu"] > kept["tokens_per_second_per_gpu"]
+    of_kept, of_cad, of_reserved = (one["tokens_per_second_per_gpu"] for one in (kept, cad, reserved))
+    assert cad["tokens"] == kept["tokens"] and of_cad > 1.4 * of_kept and of_reserved > of_kept
+    assert cad["peak"] < kept["peak"]
     assert main([*words[:5], "0"]) == 2 and "--batch is 0" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("words", ["chat --packing none --batch 64", "long-mix --packing bfd --context 4096"])
+def test_there_are_as_many_steps_as_asked_for(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words.split(), *"--ranks 2 --steps 4 --modes plain --json".split()]) == 0
+    assert len(json.loads(capsys.readouterr().out)["modes"][0]["steps"]) == 4
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

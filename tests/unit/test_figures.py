@@ -96,7 +96,6 @@ def served(*results: Any) -> list[float]:
 
 
 HEADLINE = ("h100x2/train_heavy_64k_2r_c42b19a.json", "h200x4/train_prolong_64k_4r_b372ae4.json")
-H200X4 = "h200x4/train_prolong_64k_4r_2026-11-21.json"
 EVEN, STREAM = (f"h100x4/train_{one}_ca692e1.json" for one in ("even_4k_4r", "stream_64k_4r"))
 NEWEST = [f"h200x4/train_{one}_b372ae4.json" for one in ("heavy_64k_4r", "stream_64k_4r", "million_256k_4r")]
 SMALL = 'cad@{"keep":"host","memory":3.8}'
@@ -111,7 +110,6 @@ SERVED4 = tuple(f"h100x4/servers_{one[0]}_{mode}_{one[1]}.json" for one in (("6a
 EXACT = tuple(
     f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
 )
-ALST = ("h200x2/alst_cad_81a8563.json", "h200x2/alst_ulysses_81a8563.json")
 ALST4 = [(f"{gpus}x4/alst_cad{one}.json", f"{gpus}x4/alst_kept{other}.json") for gpus, one, other in (
     ("h100", "_0c3bfa8", "_0c3bfa8"), ("h200", "_d8ffd03", "_d8ffd03"), ("h200", "_priority_d8ffd03", "_d8ffd03"),
     ("h200", "_ctas_d8ffd03", "_d8ffd03"), ("h200", "_ctas_ea62db9", "_ctas_ea62db9"),
@@ -132,12 +130,9 @@ def attention_share(result: Any) -> float:
     return 100 * kept["attention_s_mean"] / sum(kept["step_seconds"])
 
 
-def state_s(result: Any) -> list[float]:
-    return [result["modes"][mode]["state_s"] for mode in ("cad", "dp:kept")]
-
-
-def state_over(result: Any) -> list[float]:
-    return [state_s(result)[0] / state_s(result)[1]]
+def state_s(result: Any) -> tuple[float, float, float]:
+    cad, alone = (result["modes"][mode]["state_s"] for mode in ("cad", "dp:kept"))
+    return cad, alone, cad / alone
 
 
 def exposed(result: Any, mode: str = "cad", of: str = "mean") -> float:
@@ -147,12 +142,6 @@ def exposed(result: Any, mode: str = "cad", of: str = "mean") -> float:
 def alst(cad: Any, rival: Any) -> tuple[float, ...]:
     """Speed, memory of the GPU and of the host, over those of the rival."""
     return rival["step_s"] / cad["step_s"], cad["peak"] / rival["peak"], cad["host"] / rival["host"]
-
-
-def accelerate(page: str) -> list[float]:
-    """Plain over CAD of the seven steps of a table."""
-    rows = re.findall(r"^\| [2-8] \|.*\| (\d\.\d{3}) \| (\d\.\d{3}) \|.*→", page, re.MULTILINE)
-    return [sum(float(row[0]) for row in rows) / sum(float(row[1]) for row in rows)] if len(rows) == 7 else []
 
 
 def beside_in_place(reserved: Any, in_place: Any) -> tuple[float, ...]:
@@ -166,11 +155,6 @@ def bound_by_plain(result: Any) -> float:
     """Seconds of the steps without attention and with the mean attention of plain training."""
     modes = result["modes"]
     return float(sum(modes["bound_qkv"]["step_seconds"]) + modes["dp:kept"]["attention_s_mean"])
-
-
-def million(result: Any, mode: str) -> list[float]:
-    rest = [exposed(result, mode, of) for of in ("mean", "max")]
-    return [over(result, mode, "ulysses"), over_kept(result, mode, "ulysses"), memory(result, mode), *rest]
 
 
 def dealt(result: Any, mode: str) -> list[float]:
@@ -221,8 +205,6 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("that step is {:.3f} (plain) and {:.3f} (Ulysses) of the measured one (`c42b19a`), and {:.3f} on one H100",
      (HEADLINE[0], "h100x1/train_heavy_64k_1r_404e59b.json"),
      lambda two, one: (by_arithmetic(two, "dp"), by_arithmetic(two, "ulysses"), by_arithmetic(one, "dp"))),
-    ("recomputed like all else over plain | {:.3f}; {:.2f} % of a step; {:.2f} | `aad1172` |", H200X4,
-     lambda r: (r["modes"]["cad"]["attention_max_over_mean"], exposed(r), over(r, "cad:recompute"))),
     ("H100 | kept {:.2f} of Ulysses; {:.2f} of Ulysses and {:.2f} of all-gather context parallelism as they come "
      "| `b372ae4`, `ca692e1` |", (NEWEST[1], STREAM),
      lambda new, old: (kept_of_ulysses(new), of_ulysses(old), over(old, other="allgather_cp"))),
@@ -231,12 +213,10 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("| kept {:.3f} of Ulysses, {:.2f} of its memory; kept {:.3f}, {:.2f} of its memory | `d9dea06`, `b372ae4` |",
      (MILLION4, NEWEST[2]), lambda old, new: (kept_of_ulysses(old), kept_memory(old), kept_of_ulysses(new, SMALL),
                                               kept_memory(new, SMALL))),
-    ("the host | {:.2f} of DeepSpeed's ALST; {:.2f} of its memory, {:.2f} of its host's | `81a8563` |", ALST, alst),
     ("the host | {:.2f} of ALST with attention kept; {:.2f} of its memory, {:.2f} of its host's | `0c3bfa8` |",
      ALST4[0], alst),
-    ("gathered as often, 4 steps | {:.2f} of plain | `720b9da` |", "h200x4/fsdp2_prolong_64k_4r.json",
-     lambda r: (r["tokens_per_s_per_gpu"]["cad"] / r["tokens_per_s_per_gpu"]["plain"],)),
-    ("128K tokens on each, 7 steps | {:.2f} of plain | `52a67ff` |", "h200x4/accelerate_fsdp2_128k.md", accelerate),
+    ("gathered as often, 4 steps | {:.2f} of plain, kept {:.2f} | `ea62db9` |",
+     "h200x4/fsdp2_heavy_64k_4r_ea62db9.json", lambda r: (r["cad_over_plain"], r["cad_over_plain_kept"])),
     ("| {:.2f} to {:.2f} over NVLink, {:.2f} to {:.2f} at {:.0f} GB/s; the server idle {:.0f} to {:.0f} % "
      "| `c42b19a`, `81c8253`, `5458279` |", SERVED, served),
     ("in place | {0:.2f}, {2:.2f} over NVLink; the servers idle {1:.0f}, {3:.0f} % | `6af240d`, `a8fbbe0` |", SERVED4,
@@ -286,7 +266,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     ],
     "models": [
         *(
-            (f"| {words} | {{:.2f}} | {{:.2f}} | {{:.2f}} |", file, lambda r: [*state_s(r), *state_over(r)])
+            (f"| {words} | {{:.2f}} | {{:.2f}} | {{:.2f}} |", file, state_s)
             for words, file in (
                 ("131,072 tokens on two H100 | 8", HYBRID), ("the same with heads parted | 8", PARTED),
                 ("262,144 tokens on two H100 | 4", LONG[0]), ("262,144 tokens on four H100 | 8", LONG[1]),
@@ -306,7 +286,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         ("In the most uneven step it was {:.2f} times", SHARED[0],
          lambda r: (max(a / b for a, b in zip(*(r["step_seconds"][mode] for mode in ("kept", "cad")))),)),
     ],
-    "plan": [("took {:.2f} times what they take on a GPU's own rows", HYBRID, state_over)],
+    "plan": [("took {:.2f} times what they take on a GPU's own rows", HYBRID, lambda r: state_s(r)[2:])],
     "architecture": [
         ("which made a step {:.1f} times as long", "h100x2/dealt_chat_4_padded_5d16fe3.json",
          lambda r: (min(r["seconds"]["cad"]) / min(r["seconds"]["plain:kept"]),)),
@@ -337,14 +317,6 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
     ],
     "million-tokens": [
         *(
-            (f"{words} | {commit} | {{:.3f}} | {{:.2f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |",
-             f"h200x2/train_million_256k_2r_{commit}.json", partial(million, mode=mode))
-            for words, mode, commit in (
-                ("| CAD", "cad", "fcc832a"), ('| CAD, `"keep": "host"`', KEEP, "fcc832a"),
-                ('"memory": 1.5`', 'cad@{"keep":"host","memory":1.5}', "fcc832a"), ('"memory": 1.3`', WAVES, "5458279"),
-            )
-        ),
-        *(
             (f"{words} | {file[-12:-5]} | {{:.3f}} | {{:.3f}} | {{:.2f}} %, {{:.2f}} % |", file, both(*(
                 partial(f, mode=mode) for f in (kept_of_ulysses, kept_memory, exposed, partial(exposed, of="max")))))
             for words, mode, file in (
@@ -357,7 +329,7 @@ DOCS: dict[str, list[tuple[str, str | tuple[str, ...], Callable[..., Any]]]] = {
         *(
             ("| {0:.1f} | {2:.3f} | {1:.1f} | {3:.3f} | {4:.1f} | {5:.5f}, {6:.5f} |", files, lambda cad, rival: (
                 cad["step_s"], cad["peak"] / GIB, *alst(cad, rival)[:2], cad["host"] / GIB, *cad["ranks"][0]["losses"]))
-            for files in (ALST, *ALST4)
+            for files in ALST4
         ),
         ('CAD {:.3f} of plain at {:.1f} GiB, with `"keep": "host"` {:.3f} at {:.1f} GiB, plain {:.1f} GiB',
          "h200x2/train_prolong_64k_2r_keep_81a8563.json",

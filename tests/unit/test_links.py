@@ -90,7 +90,7 @@ START, RULE = Links(1e11, 1e10), Links(4e11, None, "of the profile")
 
 
 def link_speeds(ranks: int = 2, paused: bool = False) -> LinkSpeeds:
-    return LinkSpeeds(START, RULE, None, [f"host-{rank}" for rank in range(ranks)], lambda: paused)
+    return LinkSpeeds(START, RULE, None, [f"rank {rank} on host-{rank}" for rank in range(ranks)], lambda: paused)
 
 
 def reports(nanoseconds: list[int], size: list[int], inside: int = 0, paused: int = 0) -> np.ndarray:

@@ -225,7 +225,6 @@ def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, 
     (lambda decoder: setattr(decoder.layers[1], "more", torch.nn.Dropout(0.1)), "layers.1.more.p is 0.1"),
 ])  # fmt: skip
 def test_why_a_decoder_cannot_run_twice(monkeypatch: Any, change: Callable[[Any], None], says: str) -> None:
-    """Asked in its first forward of two nano-batches; by the reason it runs whole, and else in two."""
     decoder = tiny_model("llama").model
     change(decoder)
     monkeypatch.setattr(interleaved, "_run_parts", lambda *_: "in parts")

@@ -173,13 +173,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, peak: int
 
 def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = SimpleNamespace(yes=False, pauses=False)
-    one = MemoryLimit(None, torch.device("cuda", 0), lambda: trained.yes, lambda: trained.pauses)
+    one = MemoryLimit(None, torch.device("cuda", 0), [0, 2, 4], lambda: trained.yes, lambda: trained.pauses)
     gpu(monkeypatch, 1 << 29)
     assert tuple(one.report(0)) == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
     one.hear(0, np.array([[32, 0], [20, 0]]))
-    assert one.now == (20.0, '"memory": "auto" (by rank 1)', float("inf"))
+    assert one.now == (20.0, '"memory": "auto" (by rank 2)', float("inf"))
     one.hear(0, np.array([[32, 90], [20, 80]]))
-    assert one.now == (20.0, '"memory": "auto" (by rank 1)', 80.0), "a share is a choice, what is free is not"
+    assert one.now == (20.0, '"memory": "auto" (by rank 2)', 80.0), "a share is a choice, what is free is not"
     trained.yes = True
     one.needs(1000.0)
     gpu(monkeypatch, 1 << 29, reserved=5000, peak=2000)
@@ -187,7 +187,7 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
     gpu(monkeypatch, 0)
     assert one.report(0)[1] == 1000, "what it has it keeps"
     one.hear(0, np.array([[100, 90], [100, 60], [100, 70]]))
-    assert one.now == (60.0, "what training leaves free on rank 1", 0.0)
+    assert one.now == (60.0, "what training leaves free on rank 2", 0.0)
     one.hear(0, np.array([[100, 90], [100, 0], [100, 70]]))
     assert one.now.size == 100, "one rank does not know yet"
     trained.pauses = True
@@ -204,7 +204,7 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
 
 def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = SimpleNamespace(yes=False)
-    one = MemoryLimit(None, torch.device("cuda", 0), lambda: trained.yes, share=ALL)
+    one = MemoryLimit(None, torch.device("cuda", 0), [0], lambda: trained.yes, share=ALL)
     gpu(monkeypatch, 1 << 29)
     assert tuple(one.report(0)) == (1 << 30, 0)
     trained.yes = True
@@ -215,9 +215,9 @@ def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypat
 
 
 def test_given_and_unlimited() -> None:
-    given = MemoryLimit(0.5, torch.device("cpu"))
+    given = MemoryLimit(0.5, torch.device("cpu"), [0])
     assert tuple(given.report(0)) == (1 << 29, 0) and given.now.size == 2**29
-    cpu = MemoryLimit(None, torch.device("cpu"))
+    cpu = MemoryLimit(None, torch.device("cpu"), [0, 1])
     assert tuple(cpu.report(0)) == (0, 0)
     cpu.hear(0, np.array([[0, 0], [0, 0]]))
     assert cpu.now.size == float("inf")

@@ -66,7 +66,7 @@ def test_no_collective_follows_an_error_between_two(session: Session) -> None:
     """The others go on to the next one and hear the first error, which this rank raises again."""
     feed = session.open_feed("a model")
     for words in ("the disk is gone", "and so is its copy"):
-        with pytest.raises(OSError, match=words), feed.between_collectives("the documents of a step"):
+        with pytest.raises(OSError, match=words), feed.between_collectives():
             raise OSError(words)
         with pytest.raises(CADPeerError, match="rank 0: the documents of a step: OSError: the disk is gone"):
             feed.gatherer.gather(Subject(What.LENGTHS))

@@ -1,6 +1,7 @@
 """Statistics: readers change nothing, nobody is late has a number of its own, and what rank 0 says of itself."""
 
 import logging.handlers
+import os
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -59,6 +60,15 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     close_session()
     end = capfd.readouterr().err
     assert end.count("CAD is done: 3 micro-batches") == 1 and "CAD stopped" not in end
+
+
+def test_a_forked_worker_has_no_session_to_end() -> None:
+    """Loaders fork workers, and under the launcher a process that ends ends its session."""
+    train()
+    if not (child := os.fork()):
+        os._exit(deepspeed_cad.current_session() is not None)
+    close_session()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def _crash(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
