@@ -167,12 +167,11 @@ class Session:
             self.links = Links(profile.inside, profile.between, f"{profile.source}; {DETERMINISTIC}")
         transfers = self._note_transfers(crew) if self.links.source == "measured" else None
         logger.info("%s", self.links)
-        members = self.shares.members
-        names = [f"rank {rank} on {host}" for rank, host in zip(members, self.groups.hosts, strict=True)]
+        names = [f"rank {rank} on {host}" for rank, host in zip(self.shares.members, self.groups.hosts, strict=True)]
         links = LinkSpeeds(self.links, rule, transfers, names, pauses)
         given = None if isinstance(self.config.memory, str) else self.config.memory
         share = ALL if self.servers.at_start else SHARE
-        memory = MemoryLimit(given, self.device, members, lambda: counts.backwards > 0, pauses, share)
+        memory = MemoryLimit(given, self.device, self.shares.members, lambda: counts.backwards > 0, pauses, share)
         return Learned(links, memory, LayerTimes(crew.trainers, lambda of: counts.stretch_times[of].take(), pauses))
 
     @property
@@ -253,7 +252,7 @@ class Session:
         ends_steps = hasattr(model, "micro_steps") and getattr(model, "managed_gradient_accumulation", lambda: True)()
         own = engine.gradient_accumulation_steps if ends_steps else None
         # Where the script ends steps itself, micro_steps counts them and not micro-batches.
-        trained = (lambda: int(engine.micro_steps)) if own and accumulation in (None, own()) else None
+        trained = (lambda: (engine.micro_steps, engine.global_steps)) if own and accumulation in (None, own()) else None
         return LookAheadLoader(loader, binding.feed, accumulation or own or 1, trained, binding)
 
     # Statistics

@@ -317,7 +317,7 @@ class Binding:
             if not self.called_with:
                 self.end_model(output)
         if output is None and scope.shared:  # the forward raised
-            self.feed.forward_raised(scope.micro_batch, sys.exc_info()[1])
+            self.feed.raised(f"the forward of micro-batch {scope.micro_batch.turn} (counted from 0)", sys.exc_info()[1])
         if scope.shared:
             self.feed.learn(scope.micro_batch.layers)
         if scope.training:

@@ -315,14 +315,13 @@ class Feed:
             self.abandon(told)
             raise
 
-    def forward_raised(self, micro_batch: MicroBatch, error: BaseException | None) -> None:
-        """The forward of a micro-batch ended with an exception: this rank's part of its exchanges is missing."""
+    def raised(self, what: str, error: BaseException | None) -> None:
+        """A forward, or a step of a pipeline, ended with an exception: this rank's part of its exchanges is missing."""
         if not isinstance(error, CADError):
             error = CADPeerError(
-                f"rank {self.rank}: the forward of micro-batch {micro_batch.turn} (counted from 0) ended with the "
-                f"exception {type(error).__name__}: {error}. Its attention is shared with the other ranks, so training "
-                "cannot go on after it was caught: mend its cause (out of memory: shorter rows) and start again from a "
-                "checkpoint"
+                f"rank {self.rank}: {what} ended with the exception {type(error).__name__}: {error}. Its attention is "
+                "shared with the other ranks, so training cannot go on after it was caught: mend its cause (out of "
+                "memory: shorter rows) and start again from a checkpoint"
             )
         self.abandon(error)
 

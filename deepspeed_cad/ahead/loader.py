@@ -25,13 +25,14 @@ class LookAheadLoader:
 
     `accumulation`: micro-batches per optimizer step, or what says how many there are now; those of one step may be
     given out in another order, or with documents of other ranks (see step.py), those of different steps never are.
-    `trained`: says how many micro-batches were trained before an epoch starts, where steps go on from one epoch into
+    `trained`: says how many micro-batches and optimizer steps there were so far, where steps go on from one epoch into
     the next (DeepSpeed). `follower`: the model's binding, which may be looked at with the loader's batches instead of
     trained. `batches`: an epoch of the loader that is under way; None: each iteration begins one."""
 
     def __init__(
         self, loader: Any, feed: Feed, accumulation: int | Callable[[], int] = 1,
-        trained: Callable[[], int] | None = None, follower: Any = None, batches: Iterator[Any] | None = None,
+        trained: Callable[[], tuple[int, int]] | None = None, follower: Any = None,
+        batches: Iterator[Any] | None = None,
     ) -> None:  # fmt: skip
         self._loader, self._feed, self._follower, self._batches = loader, feed, follower, batches
         self._says = accumulation if callable(accumulation) else lambda: accumulation
@@ -73,7 +74,7 @@ class LookAheadLoader:
             self._feed.end_epoch(epoch, whole)
 
     def _by_step(self, source: Source, given: int) -> Iterator[Any]:
-        begun = (given if self._trained is None else self._trained()) % self._steps.accumulation
+        begun = (given if self._trained is None else self._trained()[0]) % self._steps.accumulation
         step = self._submit(source, source.take(self._steps.accumulation - begun))
         while step is not None:
             self._read_accumulation()
@@ -87,7 +88,9 @@ class LookAheadLoader:
                     step = self._submit(source, following)
                 source.given_out(last=step is None and i == len(batches) - 1)
                 self._feed.give_out()
+                before = self._trained and self._trained()
                 yield batch
+                self._compare_steps(before, self._trained and self._trained())
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -117,6 +120,19 @@ class LookAheadLoader:
                 )
             )
         self._steps.accumulation = now
+
+    def _compare_steps(self, before: tuple[int, int] | None, now: tuple[int, int] | None) -> None:
+        """A step that was arranged must not end elsewhere. A checkpoint that was loaded may go back."""
+        if before is None or now is None or not self._steps.together:
+            return
+        due, ended = (now[0] // self._steps.accumulation - before[0] // self._steps.accumulation, now[1] - before[1])
+        if 0 <= ended != due:
+            self._feed.fail(
+                CADConfigError(
+                    f"the engine ended {ended} optimizer steps where {due} had been arranged. Where the script ends "
+                    'them itself, as by set_gradient_accumulation_boundary, set "documents" to "in_order"'
+                )
+            )
 
     def _submit(self, source: Source, batches: list[Any]) -> Due | None:
         """The next step; None where the loader ended, which the other ranks are told, or failed."""

@@ -49,21 +49,12 @@ def install() -> None:
         wait_for(missing, only_warn(after_import), AUTOLOAD)
 
 
-def is_wrapped(function: Callable) -> bool:
-    """Whether `function` is, or wraps, one of ours."""
-    while function is not None:
-        if _MARK in getattr(function, "__dict__", {}):
-            return True
-        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
-    return False
-
-
 def _wrap(owner: ModuleType | type, name: str, run: Callable[..., Any]) -> None:
     """Put `run(original, …)` in the place of a function or method, if that was not done yet."""
     original = getattr(owner, name, None)
     if original is None:
         logger.warning("%s has no %r to attach deepspeed_cad to; use deepspeed_cad.apply(model)", owner.__name__, name)
-    elif not is_wrapped(original):
+    elif not hasattr(original, _MARK):  # which whoever wraps it by functools.wraps takes over
         wrapped = functools.wraps(original)(lambda *args, **kwargs: run(original, *args, **kwargs))
         setattr(wrapped, _MARK, True)
         setattr(owner, name, wrapped)

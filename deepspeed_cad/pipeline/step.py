@@ -20,7 +20,7 @@ from deepspeed_cad.ahead.loader import counts_what_is_read
 from deepspeed_cad.attention.layer import LayerInput, LayerKind, kernel_need
 from deepspeed_cad.attention.microbatch import MaskDescriptor
 from deepspeed_cad.attention.setup import CallSetup, Modes
-from deepspeed_cad.errors import CADError, CADPeerError, CADUnsupportedError
+from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.integrations.mask_check import ForwardCheck, is_due
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.pipeline.data import Loaded, Reader
@@ -143,13 +143,7 @@ class PipelineBinding:
         self.running, self._plans, self._next, self._check = None, None, None, None
         self._in_flight.clear()
         self._alone.clear()
-        if not isinstance(error, CADError):
-            error = CADPeerError(
-                f"rank {self.session.rank}: a step of the pipeline ended with the exception {type(error).__name__}: "
-                f"{error}. Its attention is shared with the other ranks, so training cannot go on after it was caught: "
-                "mend its cause and start again from a checkpoint"
-            )
-        self.feed.abandon(error)
+        self.feed.raised("a step of the pipeline", error)
 
     # What the engine's instructions call
 

@@ -202,10 +202,11 @@ def test_what_counts_micro_batches_of_an_engine(
 ) -> None:
     """Where a script ends steps by itself, `micro_steps` counts these."""
     engine = torch.nn.Sequential(bound()[0])
-    engine.micro_steps, engine.gradient_accumulation_steps = 7, lambda: gas  # type: ignore[assignment]
+    engine.micro_steps, engine.global_steps = 7, 3  # type: ignore[assignment]
+    engine.gradient_accumulation_steps = lambda: gas  # type: ignore[assignment]
     engine.managed_gradient_accumulation = lambda: managed  # type: ignore[assignment]
     loader = deepspeed_cad.current_session().look_ahead([], engine, accumulation=asked)
-    assert loader._says() == size and (loader._trained and loader._trained()) == (7 if counted else None)
+    assert loader._says() == size and (loader._trained and loader._trained()) == ((7, 3) if counted else None)
 
 
 def test_a_module_that_cannot_be_switched_is_refused() -> None:

@@ -64,12 +64,6 @@ def both(*of: Callable[[Any], float]) -> Callable[..., list[float]]:
     return lambda *results: [one(result) for one in of for result in results]
 
 
-def wrong_of(pages: list[str]) -> tuple[int, int]:
-    """Cases that are wrong, and all."""
-    counts = [re.search(r"^(\d+) cases, (\d+) wrong", page, re.MULTILINE) for page in pages]
-    return sum(int(one[2]) for one in counts if one), sum(int(one[1]) for one in counts if one)
-
-
 def shares(result: Any) -> float:
     return sum(result["step_seconds"]["kept"]) / sum(result["step_seconds"]["cad"])
 
@@ -107,9 +101,6 @@ SERVED = tuple(
 )  # fmt: skip
 SERVED4 = tuple(f"h100x4/servers_{one[0]}_{mode}_{one[1]}.json" for one in (("6af240d", "nvlink"), ("a8fbbe0", "rows"))
                 for mode in ("reserved", "in-place"))  # fmt: skip
-EXACT = tuple(
-    f"h200x2/exactness_hosts_{kernel}_88a09b1.md" for kernel in ("flash_attn_4", "flash_attn_2", "torch_varlen")
-)
 ALST4 = [(f"{gpus}x4/alst_cad{one}.json", f"{gpus}x4/alst_kept{other}.json") for gpus, one, other in (
     ("h100", "_0c3bfa8", "_0c3bfa8"), ("h200", "_d8ffd03", "_d8ffd03"), ("h200", "_priority_d8ffd03", "_d8ffd03"),
     ("h200", "_ctas_d8ffd03", "_d8ffd03"), ("h200", "_ctas_ea62db9", "_ctas_ea62db9"),
@@ -181,13 +172,9 @@ kept_memory = partial(memory, other="ulysses:kept")
 README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("nearly even ({:.2f}, of it {:.2f} by balance)", "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
      both(over, over_kept)),
-    ("attn 2 | {:.2f} of plain, kept {:.2f} | `963163a` |", "h200x2/train_heavy_64k_2r_flash_attn_2_2026-11-21.json",
-     both(over, over_kept)),
     ("nothing to gain | kept {:.2f} | `ca692e1` |", EVEN, both(over_kept)),
     ("the mix that ships | {:.2f} of plain, kept {:.2f}; kept {:.2f} of Ulysses | `b372ae4` |", NEWEST[0],
      both(over, over_kept, kept_of_ulysses)),
-    ("each, 3 steps | {:.2f} of plain, kept {:.2f} | `aad1172` |", "h200x4/train_wlb_128k_4r_2026-11-21.json",
-     both(over, over_kept)),
     ("| over plain data parallelism | {:.2f} | {:.2f} |", HEADLINE, both(over)),
     ("gained by balance** | **{:.2f}** | **{:.2f}** |", HEADLINE, both(over_kept)),
     ("attention kept | {0:.2f}; {2:.2f} | {1:.2f}; {3:.2f} |", HEADLINE, both(of_ulysses, kept_of_ulysses)),
@@ -227,7 +214,8 @@ README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     *((f"{words} | {{:.2f}} | `{PIPED[at][-12:-5]}` |", PIPED[at], lambda r: (r["speed_over_1f1b"]["cad"],))
       for at, words in enumerate(("over DeepSpeed's 1F1B, two steps", "the same with 4 stages, no replicas"))),
     ("tensor parallelism; Ulysses | kept {:.2f}; kept {:.2f} | `b0dd75f` |", SHARED, both(shares)),
-    ("three kernels | {} of {} combinations | `88a09b1` |", EXACT, lambda *pages: wrong_of(list(pages))),
+    ("and wrappers, on 4 H200 | {} passed, {} failed | `b372ae4` |", "h200x4/test_gpu_b372ae4.md",
+     lambda page: re.findall(r"\*\*(\d+) passed, (\d+) failed", page)[0]),
     ("one rank's schedule | {:.1f} to {:.1f} ms; {:.0f} to {:.0f} ms; {:.2f} to {:.2f} s | `4004102` |", "planner.json",
      growth),
 ]  # fmt: skip

@@ -200,6 +200,17 @@ def test_a_step_of_another_size_is_refused_where_it_was_arranged(orders: bool, m
     assert not feed.read_ahead, "what DeepSpeed's sampler counts is in checkpoints"
 
 
+@pytest.mark.parametrize("steps, right", [([0, 1, 1, 2], True), ([0, 1, 1, 0], True), ([1], False), ([0, 0], False)])
+def test_a_step_that_ends_elsewhere_than_arranged_is_an_error(
+    steps: list[int], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepAhead, "submit", lambda self, batches, ended: (lambda: batches) if batches else None)
+    feed, done = mock.Mock(replicas=2, fail=mock.Mock(side_effect=CADConfigError), **{"shares.pieces": 0}), [(0, 0)]
+    with nullcontext() if right else pytest.raises(CADConfigError):
+        for step in LookAheadLoader(Loader(range(len(steps) + 1)), feed, 2, lambda: done[0]):
+            done[0] = (step + 1, [*steps, steps[-1]][step])
+
+
 def test_the_batch_that_is_said_to_be_the_last_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Accelerate's loaders say it, though a step ahead was read."""
     monkeypatch.setattr(StepAhead, "submit", lambda self, batches, ended: (lambda: batches) if batches else None)
