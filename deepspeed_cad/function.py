@@ -54,8 +54,8 @@ def open(
             f'"{key}" is {getattr(checked, key)!r}: deepspeed_cad.open has neither layers nor data that it could cut, '
             "run twice, deal out or leave as they are. Leave the key out"
         )
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    if device is None or str(device) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device()) if device or torch.cuda.is_available() else "cpu"
     return CAD(open_session(checked, torch.device(device), _find_replica(mesh, group)))
 
 

@@ -61,9 +61,9 @@ class LayerInput(NamedTuple):
     """Names the layer in errors and on the timeline."""
 
     def rows(self) -> Rows:
-        """Q, K and V in the dtype of attention; heads are contiguous, as kernels need them."""
+        """Q, K and V in the dtype of attention; heads are contiguous, as kernels need them, also without rows."""
         cast = map(_as_autocast, (self.q_THD, self.k_TKD, self.v_TKV))
-        return Rows(*(x if x.stride(-1) == 1 else x.contiguous() for x in cast))
+        return Rows(*(x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format) for x in cast))
 
     def kind(self, rows: Rows) -> LayerKind:
         """The kind of this layer; `rows` are its own, because autocast decides about their dtype."""

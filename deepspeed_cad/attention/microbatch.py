@@ -159,7 +159,7 @@ class MicroBatch:
         """Other servers: forget what was planned; a kind of layer is planned again when it is next called."""
         self.generation, self.layout, self.ticks = generation, layout, ticks
         self.make_plan, self.transport, self.orders = make_plan, transport, orders
-        self.planned, self._schedules = {}, {}
+        self.planned, self._schedules, self._in_chunks = {}, {}, {}
 
     @property
     def keys(self) -> list[PlanKey]:

@@ -238,7 +238,7 @@ def choose_profile(configured: str, device: torch.device, kernel: str = "auto") 
     if configured != "auto":
         return Profile.load(configured)
     wanted = (machine_name(device), expected_kernel(kernel, device))
-    for path in filter(Path.is_file, [user_path(), *sorted(SHIPPED.glob("*.json"))]):
+    for path in filter(os.path.isfile, [user_path(), *sorted(SHIPPED.glob("*.json"))]):
         profile = Profile.load(path)
         if (profile.machine, profile.kernel) == wanted:
             logger.info("attention costs what %s says (%s)", path, profile.name)
