@@ -169,8 +169,7 @@ def test_as_alone(workers: WorkerPool, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kernel"), [("qwen3_next", "delta_rule"), ("granitemoehybrid", "scan")])
 def test_kernels_that_take_borders(workers: WorkerPool, kind: str, kernel: str) -> None:
-    """They run whole documents in one call, and pieces of those that span ranks, or their heads, one by one; padding
-    behind the rows of each."""
+    """They run whole documents in one call, and pieces of those that span ranks, or their heads, one by one."""
     for part in (False, True):
         given = {"streams": [[30, 40, 90, 20, 25]], "kernel": kernel, "part": part}
         for worst, waves, calls in workers.run(partial(_train, **given), 2, kind):
@@ -278,8 +277,7 @@ def test_what_moves(workers: WorkerPool) -> None:
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
-    """A layer that runs again brings its kernel the rows again, which the backward needs, but neither states nor the
-    rows before pieces."""
+    """A layer that runs again brings its kernel the rows again, but neither states nor rows before pieces."""
     parted = (workers.run(_moved, 2, "qwen3_5_text", WAVES, True, one) for one in (None, checkpoint))
     once, again = (np.sum(one, axis=0) for one in parted)
     assert again.tolist() == [*once[:3], *once[1:3], *once[3:]]

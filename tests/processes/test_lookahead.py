@@ -64,8 +64,7 @@ FIELDS = 3 + 1 + 4 + 3
 
 @pytest.mark.parametrize(("overlap", "parts", "checkpoint"), [("none", 1, False), ("interleave", 2, True)])
 def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
-    """Three small gathers (header, lengths, plan) and four exchanges per layer and nano-batch, of FIELDS in all;
-    nothing else."""
+    """Three small gathers, and four exchanges per layer and nano-batch, of FIELDS in all; nothing else."""
     for counted in workers.run(_count, 2, overlap, checkpoint, False):
         assert counted == {"all_gather": 3, "exchange": 2 * parts * 4, "all_to_all_single": 2 * parts * FIELDS}
 

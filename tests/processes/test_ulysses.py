@@ -149,8 +149,7 @@ def _zero(rank: int, world: int, stage: int, accumulation: int) -> dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_zero(fresh_workers: WorkerPool, stage: int, accumulation: int) -> None:
-    """Rows of one document as DeepSpeed trains them; rows of several, which it would not keep apart with sdpa, as each
-    document alone."""
+    """Rows of one document as DeepSpeed trains them; rows of several as each document alone."""
     for found in fresh_workers.run(_zero, WORLD, stage, accumulation, timeout=140.0):
         assert len(found["plain"]) == STEPS * PIECES and found["cad"] == pytest.approx(found["plain"], abs=1e-5)
         assert len(set(found["plain"])) > 1 and found["cad after"] < 1.05 and found["packed after"] < 1.05

@@ -115,8 +115,7 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
 
 
 def test_speeds_are_learned_from_those_who_attend() -> None:
-    """Each report counts 0.8 of the next, by how much was attended, costs a quarter of the first; a tenth is never
-    believed."""
+    """Each report counts 0.8 of the next, and by how much was attended; a tenth is never believed."""
     fast, slow, idle = [1.0, 1.0, 0.0, 6.0, 1.0], [1.0, 1.0, 0.0, 6.0, 0.5], [0.0, 0.0, 0.0, 1e-12, 1e9]
     everyone, nobody = _learners([fast, slow, idle]), _learners([idle] * 3)
     _meet(nobody)

@@ -236,6 +236,8 @@ def test_what_a_layer_asks_for_is_read() -> None:
         assert torch.equal(rows, given[0].transpose(0, 1))
     found = read(module, *[x.mT.contiguous().mT for x in tensors], None, 2, 0.0, 0.0, None, {})
     assert found.rule == MaskRule(2.0) and {x.stride(-1) for x in found.rows()} == {1}
+    none = LayerInput(module, *[torch.zeros(0, 4, 8, 2)[..., 0]] * 3, MaskRule(1.0), None, "without tokens")
+    assert {x.stride(-1) for x in none.rows()} == {1}
 
 
 @pytest.mark.parametrize("dropout, others, rows, kind, text", [

@@ -149,6 +149,8 @@ def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.M
     choice.user_path().write_text("{")
     with pytest.raises(CADConfigError, match="is not JSON"):
         choose_profile("auto", GPU)
+    monkeypatch.setattr(choice, "user_path", lambda: tmp_path / ("x" * 300))
+    assert choose_profile("auto", GPU) is GENERIC_GPU, "a folder that the system refuses to look into"
 
 
 def test_shipped_profiles_are_sound() -> None:

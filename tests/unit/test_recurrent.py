@@ -187,8 +187,7 @@ def test_checkpointing(checkpoint: str, kernels: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_evaluation(rank: int) -> None:
-    """Packed rows are right there too, although a cache is on by default; generation is left alone. A layout of
-    evaluation has one rank, whatever rank of the session evaluates."""
+    """Packed rows are right there too, although a cache is on by default; generation is left alone."""
     model, batch = _tiny("lfm2").eval(), packed(ROW)
     with torch.no_grad():
         expected = alone(model, batch, ROW)[0]
@@ -206,8 +205,7 @@ def test_evaluation(rank: int) -> None:
     ({"verify": 2, "check": "off"}, "the output of the decoder differs"),
 ])  # fmt: skip
 def test_leak_that_comes_later_is_found(block: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampled check asks again in forward 1, 3, 7 and so on; a run that is verified has every layer document by
-    document."""
+    """The sampled check asks again in forward 1, 3, 7 and so on."""
     model = _tiny("qwen3_5_text").to(torch.float32)
     fake = Kernels(monkeypatch, PATHS["qwen3_5_text"]).delta_rule().convolution()
     _apply(model, **block)

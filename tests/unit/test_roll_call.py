@@ -81,8 +81,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize("cached", [0, 8 << 20])
 def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace, cached: int) -> None:
-    """The third of what rank 1 asks for is there only once torch gave back what it had cached. Where it is not, nothing
-    is mapped, and all ranks get the same error."""
+    """A third of what rank 1 asks for is there once torch gave back its cache. If not, all ranks get one error."""
     store, gpus.cached = dist.HashStore(), cached
 
     def run(rank: int) -> str:

@@ -99,8 +99,7 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int) -> li
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 1000))
 def test_random_questions(problem: PlanInput, seed: int) -> None:
-    """Tasks that nobody would plan, and those of a plan: planner, schedule and exchange agree on every byte that leaves
-    and reaches a rank."""
+    """Planner, schedule and exchange agree on every byte that leaves and reaches a rank, whatever the tasks."""
     shape, tick = problem.shape, problem.tick
     at_random = cases.random_tasks(tick, shape.groups, np.random.default_rng(seed))
     _check(tick, at_random, problem.window, shape.groups)

@@ -126,8 +126,7 @@ def test_a_pass_that_is_a_forward_alone_is_planned_as_one() -> None:
     "layout", [UNEVEN, Layout.from_stream([30000, 2000, 25000, 8536], 4, 16384)], ids=["whole", "spanning"]
 )
 def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
-    """Keys of a server's own that a task reads beside those of other ranks are copied to where these arrive; its own
-    queries stay in place."""
+    """A server's own keys are copied beside those that arrive; its own queries stay in place."""
     own = setting()
     plan = make_plan(PlanInput(layout.tick(), own.shape, COST))
     (wave,) = schedule_waves(layout.tick(), plan.tasks, 0, own.shape.groups, None, Cut(1))

@@ -66,3 +66,10 @@ def test_a_reference_inside_of_what_is_checkpointed() -> None:
 
     checkpoint(answer, model.train()(**batch).logits, use_reentrant=False).backward()
     assert len(seen) == 2 and all(torch.allclose(one, expected, atol=1e-12) for one in seen)
+
+
+def test_cuda_is_the_gpu_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr("deepspeed_cad.function.open_session", lambda config, device, replica: device)
+    monkeypatch.setattr("deepspeed_cad.function.CAD", lambda device: device)
+    assert deepspeed_cad.open({}, device="cuda") == torch.device("cuda", 3)

@@ -97,8 +97,7 @@ def test_what_does_not_fit_is_said_on_every_rank() -> None:
 @settings(max_examples=30)
 @given(STREAMS)
 def test_rows_before_pieces(drawn: tuple[list[int], int, bool, int]) -> None:
-    """Each row has the rows before it in its document in front of it, blank ones at its begin, whatever ranks have
-    them."""
+    """Each row has the rows before it in its document in front of it, blank ones at its begin."""
     lengths, ranks, zigzag, count = drawn
     layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks), zigzag)
     all_ranks = _all_ranks(layout)
