@@ -90,7 +90,7 @@ class LookAheadLoader:
                 self._feed.give_out()
                 before = self._trained and self._trained()
                 yield batch
-                self._compare_steps(before, self._trained and self._trained())
+                self._compare_steps(before)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -121,11 +121,12 @@ class LookAheadLoader:
             )
         self._steps.accumulation = now
 
-    def _compare_steps(self, before: tuple[int, int] | None, now: tuple[int, int] | None) -> None:
+    def _compare_steps(self, before: tuple[int, int] | None) -> None:
         """A step that was arranged must not end elsewhere. A checkpoint that was loaded may go back."""
-        if before is None or now is None or not self._steps.together:
+        now, size = self._trained and self._trained(), self._steps.accumulation
+        if not before or not now or not self._steps.together:
             return
-        due, ended = (now[0] // self._steps.accumulation - before[0] // self._steps.accumulation, now[1] - before[1])
+        due, ended = now[0] // size - before[0] // size, now[1] - before[1]
         if 0 <= ended != due:
             self._feed.fail(
                 CADConfigError(

@@ -217,8 +217,8 @@ def settle(feed: Feed, model: torch.nn.Module, unknown: str = "", wrong: str = "
 
 def settle_together(feed: Feed, began: tuple[bool, bool] | None) -> tuple[bool, bool]:
     """What `settle` found, for ranks that read hooks and losses of their own: where an epoch begins documents are dealt
-    out, and micro-batches put in order, only if all ranks may (collective). Within an epoch a
-    rank for which something has changed keeps its next steps as they are. Gives what the epoch `began` with."""
+    out, and micro-batches put in order, only if all ranks may (collective). Within an epoch a rank for which something
+    has changed keeps its next steps as they are. Gives what the epoch `began` with."""
     mine, others_deal = (feed.deals, feed.orders), False
     if first := began is None:
         said = [mine[0] + 2 * mine[1]]
