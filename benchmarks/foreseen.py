@@ -64,8 +64,8 @@ KNOWN: dict[tuple[str, str, str], str] = {
         "three trainers waited 0.7 to 0.9 s a step for their server, more than foreseen. Not looked into"
     ),
     ("h200x4/train_million_256k_4r_memory_3_b372ae4.json", 'cad@{"keep":"host","memory":3}', "ratio"): (
-        "in every cut that fits into 3 GiB ranks hold each other up in their waves, by arithmetic for 1 to 2 % of "
-        "their attention (`stretch` in schedule/waves.py). They waited for 3.2 %. What `memory` costs is not foreseen"
+        "in every cut that fits into 3 GiB ranks hold each other up in their waves (`stretch` in schedule/waves.py). "
+        "They waited for 3.2 %. What `memory` costs is not foreseen"
     ),
     **{
         (f"h200x4/train_million_256k_4r_{run}b372ae4.json", f'cad@{{"keep":"host","memory":{given}}}', "memory"): (
