@@ -25,6 +25,8 @@ SHAPES = {
     "8/2 × 64, sinks": {"heads": 8, "groups": 2, "head": 64, "sinks": True},
     "8/2 × 64, window 100": {"heads": 8, "groups": 2, "head": 64, "window": 100},
     "4/1 × 64, window 100, sinks": {"heads": 4, "groups": 1, "head": 64, "window": 100, "sinks": True},
+    "8/2 × 64, one query row each": {"heads": 8, "groups": 2, "head": 64, "rows": 1},
+    "8/2 × 64, one query row each, window": {"heads": 8, "groups": 2, "head": 64, "window": 100, "rows": 1},
     "8/8 × 96": {"heads": 8, "groups": 8, "head": 96}, "16/1 × 256": {"heads": 16, "groups": 1, "head": 256},
     "8/2 × 64, soft-cap": {"heads": 8, "groups": 2, "head": 64, "softcap": 2.0},
     "8/2 × 64, soft-cap, window": {"heads": 8, "groups": 2, "head": 64, "softcap": 2.0, "window": 100},
@@ -87,9 +89,11 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
     if reason is not None:
         return None, reason
     torch.manual_seed(0)
-    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in LENGTHS)]).astype(np.int32) for i in (0, 1))
+    rows = shape.get("rows", 333)
+    lengths = [(min(rows, queries), keys) for queries, keys in LENGTHS]
+    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in lengths)]).astype(np.int32) for i in (0, 1))
     cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
-    sequences = Sequences(host_q, host_k, cu_q, cu_k, 333, 1500)
+    sequences = Sequences(host_q, host_k, cu_q, cu_k, rows, 1500)
     q, k, v, do = (
         torch.randn(int(rows), count, size, device=device).to(dtype)
         for rows, count, size in (
