@@ -9,9 +9,9 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ class CADConfig:
 
 def is_number(value: Any) -> bool:
     """Whether a value of a JSON file is a finite number; JSON's true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -230,6 +230,13 @@ def read_json(path: "str | os.PathLike[str]", what: str, remedy: str = "") -> An
         raise CADConfigError(f"{what} cannot be read: {error.strerror}{remedy}") from error
     except ValueError as error:
         raise CADConfigError(f"{what} is not JSON: {error}{remedy}") from error
+
+
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write at once, so that nobody reads half a file."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(content, indent=indent))
+    os.replace(unfinished, path)
 
 
 def _bad(key: str, value: Any, allowed: str, reason: str = "") -> CADConfigError:

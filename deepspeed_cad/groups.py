@@ -151,8 +151,9 @@ def share_cost(config: CADConfig, device: torch.device, group: dist.ProcessGroup
             if cost is GENERIC_GPU and exchanges and not torch.are_deterministic_algorithms_enabled():
                 cost = in_seconds(GENERIC_GPU, device, config.kernel)
             found = [cost]
-        except CADError as error:
-            found = [error]
+        except Exception as error:
+            said = f"rank 0 found no cost profile: {type(error).__name__}: {in_one_line(error)}"
+            found = [error if isinstance(error, CADError) else CADError(said)]
     if group is not None:
         dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     if not isinstance(found[0], Profile):

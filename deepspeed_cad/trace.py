@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_cad.config import write_json
+
 logger = logging.getLogger("deepspeed_cad")
 
 WARM_UP = 2
@@ -213,13 +215,6 @@ def merge_parts(path: Path, ranks: int) -> bool:
     for part in parts:
         part.unlink(missing_ok=True)
     return True
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write at once, so that nobody reads half a file."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(content))
-    os.replace(unfinished, path)
 
 
 def find_idle(timeline: dict[str, Any]) -> tuple[dict[int, float], dict[int, float]]:

@@ -71,7 +71,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     path = args.output or user_path()
     if path.is_file():
-        profile = profile.with_entries_of(Profile.load(path))
+        try:
+            profile = profile.with_entries_of(Profile.load(path))
+        except CADConfigError as error:
+            print(f"replaced: {error}", flush=True)
     profile.save(path)
     print(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}", flush=True)
     return 0

@@ -7,7 +7,6 @@ In: JSON. Out: `Profile`, which gives the cost model for any head shape, scaled 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_cad.config import is_number, read_json
+from deepspeed_cad.config import is_number, read_json, write_json
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.interface import KernelNeed
@@ -116,7 +115,7 @@ class Profile:
         """Write JSON; makes the folder. Raises CADConfigError where that is not possible."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+            write_json(Path(path), dataclasses.asdict(self), indent=1)
         except OSError as error:
             raise CADConfigError(f"the profile {os.fspath(path)!r} cannot be written: {error.strerror}") from error
 

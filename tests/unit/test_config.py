@@ -32,7 +32,7 @@ REFUSED = [
     ("enabled", "yes", "true or false"), ("servers", "2", '{"reserved": n}'),
     ("servers", {"reserved": 0}, "n of 1 or more"), ("servers", {"ranks": []}, "ranks that differ"),
     ("servers", {"ranks": [3, 3]}, "ranks that differ"), ("servers", {"reserved": 1, "joined": 1}, '{"joined": n}'),
-    ("waves", 0, "from 1 to 8"), ("memory", 0, "GiB above 0"),
+    ("waves", 0, "from 1 to 8"), ("memory", 0, "GiB above 0"), ("memory", 10**400, "GiB above 0"),
     ("memory", "4 GiB", "GiB above 0"), ("tolerance", 1, "between 0 and 1"),
     ("tolerance", math.nan, "between 0 and 1"), ("tolerance", True, "between 0 and 1"),
     ("tolerance", "auto", 'no "auto"'), ("granularity", 128.0, "whole number"),

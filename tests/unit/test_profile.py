@@ -15,9 +15,10 @@ import torch.distributed as dist
 from pool import WorkerPool
 from ports import free_port
 
-from deepspeed_cad import cli
+from deepspeed_cad import cli, groups
 from deepspeed_cad.cli import profile as profile_command
 from deepspeed_cad.cli import progress
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choose_profile, measure, speed
@@ -153,6 +154,12 @@ def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.M
     assert choose_profile("auto", GPU) is GENERIC_GPU, "a folder that the system refuses to look into"
 
 
+def test_whatever_stops_rank_0_while_it_looks_for_costs_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "choose_profile", lambda *_: {}["x"])
+    with pytest.raises(CADError, match="rank 0 found no cost profile: KeyError: 'x'"):
+        groups.share_cost(CADConfig(), CPU, None, exchanges=True)
+
+
 def test_shipped_profiles_are_sound() -> None:
     paths = sorted(SHIPPED.glob("*.json"))
     assert paths
@@ -280,8 +287,12 @@ def test_the_default_file_is_the_one_that_auto_finds(
     timed: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    PROFILE.save(choice.user_path())
+    choice.user_path().write_text("{")  # a damaged one is no reason to measure for nothing
     assert cli.main(["profile"]) == 0
-    assert "torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile" in said and "replaced: " in said
+    assert [one.name for one in choice.user_path().parent.iterdir()] == ["profile.json"]
     found = choose_profile("auto", CPU)
     assert found == Profile.load(tmp_path / ".cache" / "deepspeed_cad" / "profile.json")
     (cost,) = found.entries
