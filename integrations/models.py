@@ -53,16 +53,31 @@ class Refusal(NamedTuple):
 def find_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside wrappers; of several side by side, as a vision tower and a decoder, the first that
     CAD can have."""
-    found, inside = list[PreTrainedModel](), set[nn.Module]()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
+    found = _side_by_side(model)
     if not found:
         raise CADUnsupportedError(
             f"{type(model).__name__} contains no transformers model: attention of your own calls deepspeed_cad.open"
         )
     return found[0] if len(found) == 1 else next((one for one in found if not any(_refusals(one))), found[0])
+
+
+def _side_by_side(model: nn.Module) -> list[PreTrainedModel]:
+    found, inside = list[PreTrainedModel](), set[nn.Module]()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def warn_of_others(model: nn.Module, bound: PreTrainedModel) -> None:
+    """Say which models beside the one that has CAD are trained without it, though they could have it."""
+    for one in _side_by_side(model):
+        if one is not bound and any(each.requires_grad for each in one.parameters()) and not any(_refusals(one)):
+            logger.warning(
+                "deepspeed_cad: of the models inside %s one has CAD, a %s; a %s beside it keeps its attention",
+                type(model).__name__, type(bound).__name__, type(one).__name__,
+            )  # fmt: skip
 
 
 def _refusals(model: PreTrainedModel) -> Iterator[Refusal]:

@@ -367,6 +367,7 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
         return bound
     if (reference := session.references.pop(structure.find_decoder(inner), None)) is not None:
         reference.remove()
+    models.warn_of_others(model, inner)
     binding = Binding(inner, session)
     when_imported("transformers.trainer", lambda module: _room("trainer").install_trainer_hooks(module))
     when_imported("accelerate.data_loader", lambda module: _room("prepared").install_loader_hooks(module))

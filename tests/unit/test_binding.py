@@ -159,10 +159,13 @@ def test_binding_twice_is_binding_once() -> None:
     assert find_model(torch.nn.Sequential(model)) is model
 
 
-def test_of_models_side_by_side_the_first_that_cad_can_have_is_meant() -> None:
+def test_of_models_side_by_side_the_first_that_cad_can_have_is_meant(caplog: pytest.LogCaptureFixture) -> None:
     refused, models = training.tiny_llama(attention_dropout=0.5), [training.tiny_llama() for _ in range(2)]
     assert find_model(torch.nn.Sequential(refused, *models)) is models[0]
     assert find_model(torch.nn.Sequential(refused, torch.nn.Linear(1, 1))) is refused
+    frozen = training.tiny_llama().requires_grad_(False)
+    deepspeed_cad.apply(torch.nn.Sequential(refused, *models, frozen), {})
+    assert caplog.text.count("beside it keeps its attention") == 1
 
 
 def test_attention_that_is_switched_is_its_own_and_ends_training() -> None:
