@@ -1,5 +1,6 @@
 """DeepSpeed engines for tests: how they start on a CPU, a JSON, and a loop over micro-batches."""
 
+import os
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ def import_deepspeed() -> ModuleType:
     import deepspeed_cad
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if torch.cuda.is_initialized():  # ranks may share a GPU, and DeepSpeed takes the one of that number
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     deepspeed_cad.install()
     return deepspeed
 

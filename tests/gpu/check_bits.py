@@ -28,7 +28,7 @@ MUST = (128, 256)
 """Multiples of these keep the bits; of the others it is only said."""
 
 SHAPES = {
-    label: shape for label, shape in CHECKED.items() if not shape.get("view") and not shape.get("landed")
+    label: shape for label, shape in CHECKED.items() if not {"view", "landed", "rows"} & {*shape}
 } | {
     "8/2 × 128, window 512": {"heads": 8, "groups": 2, "head": 128, "window": 512},
     "8/2 × 64, window 100, sinks": {"heads": 8, "groups": 2, "head": 64, "window": 100, "sinks": True},

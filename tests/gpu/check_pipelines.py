@@ -1,12 +1,12 @@
 """Pipelines on GPUs: losses and gradients of lockstep rounds against DeepSpeed's own schedule, over real exchanges."""
 
-import os
 from functools import partial
 from typing import Any
 
 import pipelines
 import torch
 import training
+from engines import import_deepspeed
 from lines import Found, Lines, Place
 
 import deepspeed_cad
@@ -22,14 +22,7 @@ LEARNING_RATE = 64.0
 
 def run(place: Place, lines: Lines, case: str) -> None:
     """Two stages, and as many as there are GPUs; exact arithmetic, and the kernel that training takes."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if place.on_gpu:
-        # DeepSpeed takes the GPU of that number, and ranks may share one.
-        os.environ["LOCAL_RANK"] = str(place.device.index)
-    deepspeed.init_distributed("nccl" if place.on_gpu else "gloo")
-    deepspeed_cad.install()
+    import_deepspeed().init_distributed("nccl" if place.on_gpu else "gloo")
     torch.backends.cuda.matmul.allow_tf32 = False
     for stages in dict.fromkeys((2, place.ranks)):
         if place.ranks % stages:
