@@ -135,19 +135,12 @@ def _about_state(setting: Setting, steps: Sequence[Sequence[Layout]], cad: Fores
     travels, layers = [one for one in found if one is not None], setting.model.state
     if cad is None or layers is None or not travels:
         return None
-    late, own, gathered = (
-        sum(getattr(one, name) for one in travels) / len(steps) for name in ("late", "own", "gathered")
-    )
-    ratio, instead = 1.0 + late / own, cad.seconds.total - late + gathered
+    late, own = (sum(getattr(one, name) for one in travels) / len(steps) for name in ("late", "own"))
     says = (
-        f"{layers.count} layers carry state, which goes from GPU to GPU: without MLPs they take {ratio:.2f} times what "
-        f"a GPU's own rows do, {late:.2f} s more of a step of CAD of {cad.seconds.total:.2f} s. With all rows gathered "
-        f"instead a step would take {instead:.2f} s"
+        f"{layers.count} layers carry state, which goes from GPU to GPU: without MLPs they take {1 + late / own:.2f} "
+        f"times what a GPU's own rows do, {late:.2f} s more of a step of CAD of {cad.seconds.total:.2f} s"
     )
-    return {
-        "layers": layers.count, "late_seconds": late, "over_own_rows": ratio, "step_seconds_gathered": instead,
-        "says": says,
-    }  # fmt: skip
+    return {"layers": layers.count, "late_seconds": late, "over_own_rows": 1 + late / own, "says": says}
 
 
 def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list[str]:

@@ -200,9 +200,6 @@ class Travel:
     """Of these layers without their MLPs on a rank's own rows of documents that span ranks."""
     held: float
     """Bytes on the fullest rank, beside what the layer holds without."""
-    gathered: float
-    """Seconds that the same layers would wait and work longer than on a rank's own rows if each gathered the rows of
-    its documents and ran them whole, on each of their ranks."""
 
 
 def find_travel(setting: Setting, layout: Layout) -> Travel | None:
@@ -210,27 +207,16 @@ def find_travel(setting: Setting, layout: Layout) -> Travel | None:
     state, machine, own = setting.model.state, setting.machine, layout.segments
     if state is None or not own.begin.any():
         return None
-    hosts = np.zeros(layout.ranks, np.int64) if setting.hosts is None else setting.hosts
     held = np.zeros((layout.documents, layout.ranks))
     np.add.at(held, (own.document, own.rank), own.end - own.begin)
-    held = held[(held > 0).sum(1) > 1]
-    inside, all_rows, near = held.sum(0), held.sum(1, keepdims=True), held @ (hosts[:, None] == hosts)
-    gathered, whole = np.zeros((2, layout.ranks)), ((held > 0) * all_rows).sum(0)
-    gathered[INSIDE], gathered[BETWEEN] = (((held > 0) * one).sum(0) for one in (near - held, all_rows - near))
-
-    def ran(forward: float, backward: float) -> float:
-        """In all of these layers."""
-        return state.count * float(setting.in_pass(np.array([forward, backward]), False).sum())
-
     # Of a row, of the whole layer without its MLP.
     kernel = np.array(STATE) * float(state.taken + state.given) / machine.memory_rate
-    layer = ran(*(kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)))
-    gather = 2.0 * setting.model.hidden * float(link_seconds(machine, gathered).max())
-    pieces, rows = int(np.bincount(own.document).max()), float(inside.max())
+    once = kernel + np.array([1.0, 2.0]) * (2.0 * state.parameters / machine.matrix_flops)
+    layer = state.count * float(setting.in_pass(once, False).sum())
+    pieces, rows = int(np.bincount(own.document).max()), float(held[(held > 0).sum(1) > 1].sum(0).max())
     parts = pieces > MOST_PIECES or not state.hands_on
     return Travel(
         (PARTED if parts else WAIT * (pieces - 1)) * layer * rows * (state.taken > 0),
         layer * rows,
         COPIES * 2.0 * state.taken * rows if parts else 0.0,
-        layer * (float((layout.tokens - inside + whole).max()) - float(layout.tokens.max())) + ran(gather, gather),
     )
