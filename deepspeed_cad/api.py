@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
+from deepspeed_cad.request import settle_request
 from deepspeed_cad.shares import replica_of_mesh
 from deepspeed_cad.version import refuse_old_packages
 
@@ -20,12 +21,12 @@ def apply(
 ) -> torch.nn.Module:
     """Turn CAD on for one Hugging Face model; call after torch.distributed is initialised, before DDP or FSDP.
 
-    Idempotent, and of no effect on any other model. `config` is a CADConfig, the "cad" block as a dict, or None for the
-    defaults. `mesh`: of all ranks, where some divide the heads of a micro-batch among them: those along an axis "tp";
-    None: as the model's own parameters say. Returns the model. Raises CADConfigError for a bad configuration or mesh
-    and CADUnsupportedError for a model that CAD cannot reproduce exactly, or beside a version of a host framework that
-    is too old."""
-    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
+    Idempotent, and of no effect on any other model. `config` is a CADConfig, the "cad" block as a dict, or None for
+    what the launcher asks for, else the defaults. `mesh`: of all ranks, where some divide the heads of a micro-batch
+    among them: those along an axis "tp"; None: as the model's own parameters say. Returns the model. Raises
+    CADConfigError for a bad configuration or mesh and CADUnsupportedError for a model that CAD cannot reproduce
+    exactly, or beside a version of a host framework that is too old."""
+    checked = settle_request(config, "deepspeed_cad.apply")
     if checked.enabled:
         refuse_old_packages()
         from deepspeed_cad.integrations.transformers import bind

@@ -19,11 +19,11 @@ from deepspeed_cad.ahead.documents import Announcement, read_documents
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADDataError, CADError
+from deepspeed_cad.errors import CADConfigError, CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments
 from deepspeed_cad.planner.plan import HeadShape
-from deepspeed_cad.request import read_environment
+from deepspeed_cad.request import settle_request
 from deepspeed_cad.session import Session, open_session
 from deepspeed_cad.shares import Replica, replica_of_groups, replica_of_mesh
 
@@ -44,9 +44,7 @@ def open(
     where some divide the heads of a micro-batch among them: those along an axis "tp". `group` says the same without
     one: the ranks with this one's share of heads, which train other micro-batches (data-parallel ranks). Raises
     CADConfigError for a bad configuration, mesh or group."""
-    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict({} if config is None else config)
-    if config is None and (request := read_environment()) is not None:
-        checked = request.config
+    checked = settle_request(config, "deepspeed_cad.open")
     fits = {"overlap": checked.overlap != "interleave", "verify": not checked.verify,
             "documents": checked.documents != "deal", "enabled": checked.enabled}  # fmt: skip
     for key in (key for key, fit in fits.items() if not fit):
@@ -87,7 +85,12 @@ def attend(
     """O [T, H, V] of one layer: the way in of every model, of one's own (`Step.attend`) and of transformers.
 
     `run`: attention of the running micro-batch. `label` names the layer in errors; for the others see Step.attend."""
-    if window is not None and window < 1:
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise CADUnsupportedError(f"{label}: {name} is learned and would get no gradient: multiply q by it")
+    if not (q_THD.dtype == k_TKD.dtype == v_TKV.dtype or torch.is_autocast_enabled(q_THD.device.type)):
+        raise CADDataError(f"{label}: q, k and v are {q_THD.dtype}, {k_TKD.dtype}, {v_TKV.dtype}; expected one dtype")
+    if window is not None and (window < 1 or window != int(window)):
         raise CADDataError(f"{label}: window is {window}; expected at least 1, the token itself, or None for no window")
     # Flash-attention says 0 for no soft cap.
     rule = MaskRule(q_THD.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale), window, softcap or None)
@@ -241,6 +244,8 @@ def _read(cu_seqlens: Any, position_ids: Any) -> Announcement:
             f"position_ids have shape {list(positions.shape)}: positions of several axes do not say where documents "
             "begin. Pass cu_seqlens, or the positions of the text as the first of 4 axes"
         )
+    if lengths is not None and (lengths.ndim != 1 or (lengths != lengths.long()).any()):
+        raise CADDataError(f"cu_seqlens are {cu_seqlens!r}; expected whole numbers, [documents + 1]")
     tokens = 0 if lengths is None or not len(lengths) else int(lengths[-1])
     batch, width = (1, tokens) if positions is None else (1, *positions.shape)[-2:]
     if not batch * width:

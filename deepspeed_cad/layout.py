@@ -269,8 +269,8 @@ def assemble(local: list[LocalSegments]) -> Layout:
     begin, end, offset = columns.T
     rank = np.repeat(np.arange(len(local)), [len(own.begin) for own in local])
     document = np.cumsum(begin == 0) - 1
-    for at in np.flatnonzero(begin > 0).tolist():
-        before = at - 1
+    for before in np.flatnonzero(begin[1:] > 0).tolist():
+        at = before + 1
         own = rank[before - 1] == rank[before] < rank[at]
         copied = before > 0 and own and end[before] == 1 < begin[at] == end[before - 1]
         document[at] = document[before - 1 if copied else before]

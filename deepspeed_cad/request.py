@@ -50,6 +50,17 @@ def read_environment() -> Request | None:
     return Request(CADConfig.from_dict(block), asked_by, split)
 
 
+def settle_request(config: CADConfig | dict[str, Any] | None, source: str) -> CADConfig:
+    """What a script's call asks for, which may not differ from what its launcher does; None: that, else defaults."""
+    request = read_environment()
+    if config is None:
+        return CADConfig() if request is None else request.config
+    checked = config if isinstance(config, CADConfig) else CADConfig.from_dict(config)
+    if request is not None:
+        agree(request.config, request.asked_by, checked, source)
+    return checked
+
+
 def agree(first: CADConfig, first_source: str, second: CADConfig, second_source: str) -> None:
     """Raise CADConfigError, naming the keys, where two sources ask for different things."""
     ours, theirs = first.to_dict(), second.to_dict()

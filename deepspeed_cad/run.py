@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("script", help="the training script, or the file of a command such as $(which trl)")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if (size := len(args.args)) < len(given) and given[len(given) - size - 1] == "--":
+        args.args.insert(0, "--")  # behind the script it is the script's
     try:
         if args.cad is None and args.cad_config is None:
             where = f"stands behind {args.script}, which would read it: write it before the script"

@@ -84,6 +84,11 @@ def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     if plugin is not None and any(isinstance(one, torch.nn.Module) for one in args):
         if self.distributed_type == DistributedType.DEEPSPEED:
             give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin.config, plugin.asked_by)
+        elif self.state.dynamo_plugin.use_regional_compilation:
+            result = original(self, *args, **kwargs)
+            for one in result if isinstance(result, tuple) else (result,):
+                _apply(one, plugin)
+            return result
         elif getattr(self, "is_fsdp2", False):
             for one in args:
                 _apply(one, plugin)
@@ -93,7 +98,8 @@ def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 def _prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     plugin = getattr(self, _PLUGIN, None)
     given = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
-    if plugin is None or given.get("evaluation_mode"):
+    # Of what regions are compiled of, a copy is trained.
+    if plugin is None or given.get("evaluation_mode") or self.state.dynamo_plugin.use_regional_compilation:
         return original(self, model, *args, **kwargs)
     if self.distributed_type == DistributedType.NO:
         # Nothing wraps it, and only now it is on its device.

@@ -50,6 +50,7 @@ class ActivationCheck:
         if session is None or not session.statistics.micro_batches:
             if self.was_active:  # a session that has ended since
                 self.close()
+            if self.was_active or not _changes_anything(optimizer):
                 return
             self._refuse(
                 f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: "
@@ -75,8 +76,9 @@ class ProcessCheck(ActivationCheck):
 
     Every step without CAD is refused, also where the script catches the first error; `problem` is what a process that
     trained without CAD must end with. For loops of plain torch, where nothing announces which models are trained, CAD
-    is turned on at the first training forward of each model of transformers, and with `"forward_only": "balanced"` at
-    its first forward, unless that is part of `generate`. Where CAD is on without this, nothing is turned on."""
+    is turned on at the first training forward of each model of transformers, however late, and with `"forward_only":
+    "balanced"` at its first forward, unless that is part of `generate`. Where CAD is on without this, nothing is
+    turned on."""
 
     def __init__(self, asked_by: str, config: CADConfig) -> None:
         super().__init__(asked_by)
@@ -104,11 +106,6 @@ class ProcessCheck(ActivationCheck):
             f"CAD was asked for ({self.asked_by}), and this process ran {self._forwards_without} training forwards of "
             f"a transformers model without it: {self.kept or _why(session)}"
         )
-
-    def close(self) -> None:
-        """Stop watching."""
-        super().close()
-        self._forward_handle.remove()
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason
@@ -144,6 +141,12 @@ class ProcessCheck(ActivationCheck):
         elif not known:
             apply(model, self.config)
             self._opened = current_session()
+
+
+def _changes_anything(optimizer: Any) -> bool:
+    """torch.distributed.checkpoint and DeepSpeed make an optimizer's state by a step with no gradient but 0."""
+    gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    return any(bool(getattr(one, "_local_tensor", one).any()) for one in gradients)
 
 
 def _why(session: Session | None) -> str:

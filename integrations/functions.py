@@ -6,6 +6,9 @@ gives layers a `MaskDescriptor` in place of a mask, by which they find it.
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ from deepspeed_cad.session import current_session
 
 if TYPE_CHECKING:
     from deepspeed_cad.integrations.transformers import Binding
+
+logger = logging.getLogger("deepspeed_cad")
 
 NAME = "cad"
 """The attention name; transformers gives special meaning to names with "flash", "sdpa", "flex" or "/" in them."""
@@ -58,6 +63,8 @@ class Scope:
     """The nano-batch that the decoder runs on, where both alternate over it."""
 
 
+_CHANGES = re.compile("indices|bias|alibi|score_mod|soft_?cap|sink|(head|block|position)_mask")
+"""In names of arguments that change what attention computes; s_aux and softcap come under their own."""
 running: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=None)
 
 
@@ -121,6 +128,10 @@ def cad_attention(
                 f"{type(module).__name__} got no mask from the mask function: this model bypasses it, so CAD cannot "
                 "know its documents"
             )
+        if scope is None and module.training and torch.is_grad_enabled():
+            session = current_session()
+            if session is None or not any(one.comparing for one in session.bindings.values()):
+                _warn_of_copy()
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
         return local_attention(module, name)(module, query, key, value, attention_mask, **given)
     session = current_session()
@@ -131,6 +142,14 @@ def cad_attention(
     run = attention_mask.attend if check is None else partial(check.attend, attention_mask)
     window = attention_mask.window
     return attend_layer(run, module, query, key, value, window, scaling, dropout, softcap, s_aux, kwargs), None
+
+
+@functools.cache
+def _warn_of_copy() -> None:
+    logger.warning(
+        "deepspeed_cad: a model trains without CAD that has CAD's attention: it is a copy of the one for which CAD was "
+        "turned on, or a part of that is called by itself. Call deepspeed_cad.apply for the model that trains"
+    )
 
 
 def attend_layer(
@@ -147,9 +166,8 @@ def attend_layer(
             f"attention dropout is {dropout}; CAD needs 0 (set attention_dropout=0.0 in the model's config)"
         )
     label = name_layer(module)
-    for name in ("indices", "block_indices", "position_bias", "attention_bias", "head_mask"):
-        if others.get(name) is not None:
-            raise CADUnsupportedError(f"{label} passes {name} to its attention, which CAD cannot reproduce")
+    for name in (name for name in others if others[name] is not None and _CHANGES.search(name)):
+        raise CADUnsupportedError(f"{label} passes {name} to its attention, which CAD cannot reproduce")
     if key.shape[2] != query.shape[2]:
         raise CADError(
             f"{label} got {key.shape[2]} keys for {query.shape[2]} queries: a KV cache is in use during training; "

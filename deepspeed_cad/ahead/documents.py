@@ -296,4 +296,6 @@ def _segments(rows: npt.NDArray[np.int8], by_positions: LocalSegments) -> LocalS
 
 
 def _numpy(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        value = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu()
+    return np.asarray(value)

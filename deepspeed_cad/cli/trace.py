@@ -32,7 +32,10 @@ def main(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise CADConfigError(f"--steps is {args.steps}; expected 1 or more micro-batches")
     output = args.output.absolute()
-    output.unlink(missing_ok=True)
+    try:
+        output.unlink(missing_ok=True)
+    except OSError as error:
+        raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
     environment = {**os.environ, PATH_VARIABLE: str(output), STEPS_VARIABLE: str(args.steps)}
     try:
         code = subprocess.run(command, env=environment, check=False).returncode

@@ -206,7 +206,7 @@ SHIPPED = Path(__file__).parent
 
 def user_path() -> Path:
     """Where `deepspeed-cad profile` writes, and "auto" looks first."""
-    return Path.home() / ".cache" / "deepspeed_cad" / "profile.json"
+    return Path(os.path.expanduser("~"), ".cache", "deepspeed_cad", "profile.json")
 
 
 def machine_name(device: torch.device) -> str:

@@ -88,8 +88,8 @@ def test_a_script_finds_itself_as_if_started_alone(tmp_path, python, words, loca
     code = "import os, sys; print(__name__, sys.path, *sys.argv[1:], os.path.basename(sys.argv[0]))"
     (tmp_path / "inner" / "script.py").write_text(code)
     here = tmp_path / "inner" if words == ["script.py"] else tmp_path
-    done = run([*python, "-m", "deepspeed_cad.run", *local_rank, *words, "--its", "own"], here)
-    alone = run([*python, *words, *local_rank, "--its", "own"], here)
+    done = run([*python, "-m", "deepspeed_cad.run", *local_rank, *words, "--", "own"], here)
+    alone = run([*python, *words, *local_rank, "--", "own"], here)
     assert "own script.py" in alone.stdout and done.stdout == alone.stdout, done.stderr
 
 

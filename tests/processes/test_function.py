@@ -282,6 +282,7 @@ MISTAKES: dict[str, Callable[..., Any]] = {
     "positions of several axes do not say where documents begin. Pass cu_seqlens": _plan(
         position_ids=torch.zeros(3, 1, 90, dtype=torch.long)
     ),
+    "cu_seqlens are [0, 4.5, 90]; expected whole numbers": _plan([0, 4.5, 90]),
     "cu_seqlens and position_ids disagree": _plan([0, 50, 90], torch.tensor([*range(40), *range(50)])),
     "got a mesh and a group, which say the same": _mesh_and_group,
     "rank 1 passed none as its group": lambda *_: deepspeed_cad.open(

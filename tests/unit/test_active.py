@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 pytest.importorskip("transformers")
 
@@ -47,7 +48,7 @@ def host(monkeypatch) -> Host:
 def check(host) -> Iterator[active.ProcessCheck]:
     made = active.ProcessCheck("a launcher", CADConfig(tolerance=0.2))
     yield made
-    made.close()
+    made.close(), made._forward_handle.remove()
 
 
 @pytest.fixture
@@ -72,6 +73,16 @@ def test_a_process_refuses_every_step_without_cad_and_a_plugin_the_first(host, c
     with pytest.raises(CADError, match=r"\(a plugin\) but is not active"):
         step()
     step()
+
+
+def test_a_step_that_makes_an_optimizers_state_is_no_training(check, host) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state and check.problem() == ""
+    model(torch.ones(1)).backward()
+    with pytest.raises(CADError, match="not active at the first optimizer step"):
+        optimizer.step()
 
 
 def test_a_session_that_has_ended_is_no_problem(check, host, step) -> None:
@@ -123,9 +134,13 @@ def test_the_first_training_forward_of_each_model_binds(check, host) -> None:
     # The decoder inside each is a model of transformers too.
     assert host.bound == [(model, CADConfig(tolerance=0.2)), (critic, CADConfig(tolerance=0.2))]
     assert check.problem() == ""
+    check._opened = host.open(micro_batches=16, rank=1)
+    torch.optim.SGD(model.parameters()).step()
+    _forward(late := training.tiny_llama().train())
+    assert host.bound[2:] == [(late, CADConfig(tolerance=0.2))], "a model that comes later than all checks end"
     host.open()  # by the script, for a model of its own
     _forward(training.tiny_llama().train())
-    assert len(host.bound) == 2
+    assert len(host.bound) == 3
 
 
 def test_a_model_that_is_refused_keeps_its_attention_and_is_named_where_none_is_trained_with_cad(
@@ -159,7 +174,7 @@ def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(host
         _forward(model.train())
         assert [one for one, _ in host.bound] == [model]
     finally:
-        made.close()
+        made.close(), made._forward_handle.remove()
 
 
 def test_forwards_before_the_group_is_there_are_a_problem_unless_training_follows(check, host, monkeypatch) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from plan_checks import check_coverage
+from plans_said import QUESTIONS
+from plans_said import said as said_to
 from test_compare_modes import made
 
 from deepspeed_cad import profiles
@@ -48,6 +50,11 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert loads.max() <= 1.02 and loads.min() >= 0.98 and sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
     assert main(["plan", str(source), "--output", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"] == out["tasks"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_is_said_and_answered_changes_on_purpose(question: str) -> None:
+    assert said_to(question) == json.loads(Path(__file__).with_name("plans_said.json").read_text())[question]
 
 
 def test_rows_that_are_not_packed_are_dealt_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zeros and numbers": (
         {"seq_idx": NUMBERS, "attention_mask": (ON > 1).long()}, "seq_idx and attention_mask disagree: token 0",
     ),
+    "a fraction in bf16": ({"attention_mask": (NUMBERS / 2).bfloat16()}, r"attention_mask\[0, 0\] is 0.5"),
     "a fraction": ({"attention_mask": NUMBERS / 2}, r"attention_mask\[0, 0\] is 0.5"),
     "a mask of another size": ({"attention_mask": torch.ones(1, 17)}, r"shape \(1, 17\), but .* a prefix"),
     "positions of another size": ({"position_ids": ON[:, 1:]}, r"position_ids has shape \(1, 15\)"),

@@ -116,6 +116,7 @@ def test_ranks_are_joined_into_documents() -> None:
     # Only on another rank than its own may a document of one token be the copy of a later one.
     ([[0, 1, 2, 0, 3, 4]], r"rank 0: at row 4 position_ids jump to 3 .*, but no rank holds .*from 1 to 3"),
     ([[0, 1, 4, 5], [2, 3, 4, 5]], r"rank 0: at row 2 .*jump to 4 .* two ranks hold its rows from 4 to 6"),
+    ([[2, 3]], "rank 0: its first document starts at position 2"),
     ([[0, 1], [0, 1], [3]], r"rank 2: its first document starts at position 3, but .* rank 1, ended at 2"),
 ])  # fmt: skip
 def test_pieces_that_do_not_make_a_document_are_named(ranks: list[list[int]], words: str) -> None:

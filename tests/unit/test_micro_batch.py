@@ -18,7 +18,7 @@ from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
@@ -170,10 +170,10 @@ def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
 # What a layer passes to its attention: the same kind, whoever runs it
 
 
-def heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q and K in fp32, as rotary embeddings leave them under autocast, V in bf16; [B, heads, S, D]."""
+def heads(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q and K in fp32, as rotary embeddings leave them under autocast, V in `dtype`; [B, heads, S, D]."""
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    return q, k, k.bfloat16()
+    return q, k, k.to(dtype)
 
 
 def read(*given: Any) -> LayerInput:
@@ -216,7 +216,7 @@ def test_the_first_look_at_a_pipeline_sees_layers_as_autocast_makes_them() -> No
     """Ticks are planned for the kinds that it sees, and a layer of another kind is an error in training."""
     first = Alone(lambda window: mock.Mock(**{"attend.return_value": window}), [])
     with torch.autocast("cpu", torch.bfloat16):
-        assert first.attend(read(torch.nn.Module(), *heads(), 5, 1.0, 0.0, None, None, {})) == 5
+        assert first.attend(read(torch.nn.Module(), *heads(torch.bfloat16), 5, 1.0, 0.0, None, None, {})) == 5
     assert first.seen == [LayerKind(HeadShape(4, 2, 8, 8, 2), MaskRule(1.0, 5), torch.bfloat16)]
 
 
@@ -240,9 +240,21 @@ def test_what_a_layer_asks_for_is_read() -> None:
     assert {x.stride(-1) for x in none.rows()} == {1}
 
 
+def test_a_scale_that_is_learned_and_a_broken_window_are_refused() -> None:
+    module, learned = torch.nn.Module(), torch.ones(1, requires_grad=True)
+    with pytest.raises(CADUnsupportedError, match="softmax_scale is learned"):
+        read(module, *heads(), None, learned, 0.0, None, None, {})
+    with pytest.raises(CADDataError, match="window is 2.5"):
+        read(module, *heads(), 2.5, None, 0.0, None, None, {})
+    with pytest.raises(CADDataError, match="are torch.float16, torch.float32, torch.float32; expected one dtype"):
+        q, *others = heads()
+        read(module, q.half(), *others, None, None, 0.0, None, None, {})
+
+
 @pytest.mark.parametrize("dropout, others, rows, kind, text", [
     (0.1, {}, 1, CADUnsupportedError, "attention dropout is 0.1"),
     (0.0, {"position_bias": torch.zeros(1)}, 1, CADUnsupportedError, r"Module of layer \? passes position_bias"),
+    (0.0, {"alibi_slopes": torch.zeros(1)}, 1, CADUnsupportedError, "passes alibi_slopes"),
     (0.0, {}, 2, CADError, "12 keys for 6 queries: a KV cache is in use"),
 ])  # fmt: skip
 def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict, rows: int, kind: type, text: str) -> None:

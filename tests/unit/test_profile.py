@@ -286,7 +286,7 @@ def test_times_that_do_not_fit_are_not_written(
 def test_the_default_file_is_the_one_that_auto_finds(
     timed: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     PROFILE.save(choice.user_path())
     choice.user_path().write_text("{")  # a damaged one is no reason to measure for nothing
     assert cli.main(["profile"]) == 0

@@ -11,7 +11,7 @@ from deepspeed_cad import run
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.request import VARIABLE, Request, read_environment
+from deepspeed_cad.request import VARIABLE, Request, read_environment, settle_request
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,14 @@ def test_a_request_inside_another_agrees_with_it(monkeypatch, flags, tolerance, 
             run.read_request(*flags)
     else:
         assert run.read_request(*flags) == Request(CADConfig(tolerance=tolerance), asked_by)
+
+
+def test_a_call_of_a_script_agrees_with_its_launcher(monkeypatch) -> None:
+    assert settle_request(None, "a call") == CADConfig()
+    monkeypatch.setenv(VARIABLE, '{"cad": {"tolerance": 0.2}, "asked_by": "outside"}')
+    assert settle_request(None, "a call") == settle_request({"tolerance": 0.2}, "a call") == CADConfig(tolerance=0.2)
+    with pytest.raises(CADConfigError, match="outside and a call disagree in tolerance: 0.2 and 0.05"):
+        settle_request(CADConfig(), "a call")
 
 
 @pytest.mark.parametrize("late", [["--cad", "{}"], ["--lr", "1", "--cad={}"], ["--cad_config", "cad.json"]])
@@ -101,6 +109,8 @@ def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch,
 def test_our_launcher_comes_first_where_ranks_are_reserved() -> None:
     for module, ours in ([], ["-m", "deepspeed_cad.run"]), (["--module"], ["deepspeed_cad.run", "-m"]):
         launch, script = ["--num_processes", "2", *module], ["train.py", "--lr", "1"]
+        assert accelerate_cad.insert_run([*launch, *script]) == [*launch, *ours, *script]
+        script = ["train.py", "--", "--lr"]
         assert accelerate_cad.insert_run([*launch, *script]) == [*launch, *ours, *script]
 
 

@@ -1,0 +1,49 @@
+"""What `deepspeed-cad plan` says and answers to questions of every kind, as unit/plans_said.json holds it.
+
+Where it changes on purpose: `python tests/plans_said.py > tests/unit/plans_said.json`.
+"""
+
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+from deepspeed_cad.cli import main
+
+QUESTIONS = (
+    "long-mix --ranks 16 --steps 2 --link-between 25",
+    "long-mix --ranks 6 --ranks-per-node 4,2 --machine h100 --sharding zero2 --reserve 1 --tolerance 0.2 --loss whole",
+    "chat --packing none --batch 16 --sharding zero1 --reserve 2 --micro-batches 2 --context 16384",
+    "chat --packing by_length --batch 12 --passes forward,train,forward --context 8192 --modes plain,cad",
+    "long-mix --packing by_work --batch 4 --machine a100 --model llama-34b --sharding fsdp --memory 200",
+    "long-mix --pipeline 2 --micro-batches 4 --no-checkpointing --machine b200 --context 32768",
+    "web --packing wrapped --tensor 2 --keep host --micro-batches 2 --context 131072 --steps 1",
+    "long-mix --sequence 2 --recompute-attention --model llama-70b --offload-optimizer --context 32768",
+    "books-and-code --packing spanning --ranks 16 --model qwen3.5-9b --context 65536 --link-between 12 --steps 2",
+    "rollouts --ranks 2 --loss chunked --packing zigzag --reserve none --limit 50 --no-checkpointing",
+)
+
+
+def said(question: str) -> dict[str, Any]:
+    """The lines, and the JSON with what times nothing here, to seven digits."""
+    out, lines = io.StringIO(), io.StringIO()
+    words = question.split()
+    with redirect_stdout(out), redirect_stderr(lines):
+        assert main(["plan", *words, *(() if "--steps" in words else ("--steps", "3")), "--json"]) == 0
+    shown = re.sub(r"planned in \d+ ms", "planned in … ms", lines.getvalue())
+    shown = re.sub(r"^… .*\n", "", shown, flags=re.MULTILINE)  # what a slow machine is at
+    return {"says": shown.splitlines(), "answers": _rounded(json.loads(out.getvalue()))}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items() if name != "planning_ms"}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    json.dump({question: said(question) for question in QUESTIONS}, sys.stdout, indent=0, ensure_ascii=False)
