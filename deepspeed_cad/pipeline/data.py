@@ -5,26 +5,25 @@ pulled at once, so that their documents are known before the first forward. In: 
 of transformers' collators. Out: pairs for DeepSpeed, with their documents.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.ahead.documents import Announcement, read_documents, with_ids
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
-from deepspeed_cad.layout import LocalSegments
-
-LOADERS = 8
-"""Loaders of which micro-batches that were read ahead are kept. A choice: more than a script alternates."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
     pair: tuple[Any, Any]
     """Inputs and labels, as DeepSpeed loads them."""
-    documents: LocalSegments
+    documents: Announcement
+    """With its token ids, which stages compare."""
+    batch: Any
+    """What the loader gave, of which `change` made this."""
+    change: Callable[[Any], Any] | None = None
 
 
 def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
@@ -38,7 +37,8 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
     if has_loss:
         _check_labels(labels)
     given = _given(inputs)
-    local = read_documents({**batch, **given} if isinstance(batch, Mapping) else given).local
+    mine = with_ids(read_documents({**batch, **given} if isinstance(batch, Mapping) else given), given)
+    local = mine.local
     padding = local.tokens - int((local.end - local.begin).sum())
     if padding and given["input_ids"].numel():
         raise CADUnsupportedError(
@@ -50,7 +50,7 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
             f"a document of a micro-batch starts at position {int(local.begin.max())}: in a pipeline every "
             "micro-batch holds whole documents"
         )
-    return Loaded((inputs, labels), local)
+    return Loaded((inputs, labels), mine, batch)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -102,35 +102,47 @@ class Reader:
     """Reads loaders ahead. What was read and is not trained yet comes first when its loader is read again."""
 
     def __init__(self) -> None:
-        self._ahead: deque[tuple[Any, deque[Loaded]]] = deque()
+        self._ahead: list[tuple[Any, list[Loaded | Exception]]] = []
 
     def peek(
-        self, iterator: Iterator[Any] | None, count: int, has_loss: bool, change: Callable[[Any], Any] | None = None
-    ) -> list[Loaded] | None:
+        self, iterator: Iterator[Any] | None, count: int, has_loss: bool, change: Callable[[Any], Any] | None = None,
+        early: bool = False,
+    ) -> list[Loaded] | None:  # fmt: skip
         """The next micro-batches of a loader, which stay the next ones; None where it ends before. `change`: makes of
-        what it gives what is trained (`set_batch_fn`)."""
+        what it gives what is trained (`set_batch_fn`). `early`: where one cannot be read, None too, and the error when
+        it is due."""
         if iterator is None:
             raise CADDataError(
                 "this stage loads data and has none: pass data_iter to train_batch on the first and the last stage"
             )
         ahead = self._of(iterator)
-        while len(ahead) < count:
+        for at in range(count):
             try:
-                batch = next(iterator)
+                if at == len(ahead):
+                    ahead.append(_read(next(iterator), has_loss, change))
+                elif isinstance(known := ahead[at], Loaded) and known.change is not change:
+                    ahead[at] = _read(known.batch, has_loss, change)
             except StopIteration:
                 return None
-            ahead.append(read_micro_batch(change(batch) if change else batch, has_loss))
-        return list(ahead)[:count]
+            except Exception as error:
+                ahead[at : at + 1] = [error]
+            if isinstance(found := ahead[at], Exception):
+                if early:
+                    return None
+                raise found
+        return [one for one in ahead[:count] if isinstance(one, Loaded)]
 
     def drop(self, iterator: Iterator[Any] | None, count: int) -> None:
-        for _ in range(count):
-            self._of(iterator).popleft()
+        del self._of(iterator)[:count]
 
-    def _of(self, iterator: Any) -> deque[Loaded]:
+    def _of(self, iterator: Any) -> list[Loaded | Exception]:
         found = next((ahead for known, ahead in self._ahead if known is iterator), None)
         if found is None:
-            found = deque()
-            # Those of which nothing is kept go first, such as of evaluations.
-            self._ahead = deque((one for one in self._ahead if one[1]), LOADERS)
-            self._ahead.append((iterator, found))
+            found = []
+            # Those of which nothing is kept are forgotten, such as of evaluations.
+            self._ahead = [*(one for one in self._ahead if one[1]), (iterator, found)]
         return found
+
+
+def _read(batch: Any, has_loss: bool, change: Callable[[Any], Any] | None) -> Loaded:
+    return replace(read_micro_batch(change(batch) if change else batch, has_loss), batch=batch, change=change)

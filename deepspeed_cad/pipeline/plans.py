@@ -71,13 +71,13 @@ def gather_layers(gatherer: Gatherer, places: Sequence[Place], mine: Sequence[La
 
 
 def gather_documents(
-    gatherer: Gatherer, places: Sequence[Place], mine: Sequence[LocalSegments] | None, step: int, count: int
+    gatherer: Gatherer, places: Sequence[Place], mine: Sequence[Announcement] | None, step: int, count: int
 ) -> Documents | None:
     """Documents of every replica's micro-batches; None where some loader ended before it had `count` of them.
 
     `mine`: of this rank's micro-batches; empty on a stage that loads nothing, None where its loader ended.
     Raises CADDataError where ranks of a replica, or its first and its last stage, load different micro-batches."""
-    message = StepMessage([Announcement(one) for one in mine or []]).to_array()
+    message = StepMessage(list(mine or [])).to_array()
     state = State.ENDED if mine is None else State.GOING
     said = gatherer.gather(Subject(What.STEP, index=step), message, state=state)
     if any(one.state == State.ENDED for one in said):
@@ -89,22 +89,25 @@ def gather_documents(
             raise CADDataError(f"{name_ranks(ranks)} divide the heads of a stage, but load {counts} micro-batches")
         for same in zip(*(given[rank] for rank in ranks)):
             compare(same, ranks)
-    at = {place: [one.local for one in given[rank]] for place, rank in zip(places, gatherer.shares.members)}
+    at = {place: given[rank] for place, rank in zip(places, gatherer.shares.members)}
     last = max(place.stage for place in places)
     documents = [at[place] for place in sorted(at, key=lambda place: place.replica) if place.stage == 0]
     for replica, own in enumerate(documents):
         for m, (first, other) in enumerate(zip(own, at[Place(last, replica)])):
-            if not first.same_as(other):
+            if not first.local.same_as(other.local) or first.ids != other.ids:
+                shapes = [f"{one.local.tokens} tokens in {len(one.local.begin)} documents" for one in (first, other)]
+                if first.local.same_as(other.local):
+                    shapes[1] = "as many of other ones"
                 raise CADDataError(
-                    f"micro-batch {m} of replica {replica} has {first.tokens} tokens in {len(first.begin)} documents "
-                    f"on the first stage and {other.tokens} in {len(other.begin)} on the last: both must read the same "
-                    "data in the same order. Give all ranks of a replica the same loader and the same seed"
+                    f"micro-batch {m} of replica {replica} has {shapes[0]} on the first stage and {shapes[1]} on the "
+                    "last: both must read the same data in the same order. Give all ranks of a replica the same loader "
+                    "and the same seed"
                 )
     if any(len(one) != count for one in documents):
         raise CADDataError(
             f"replicas have {[len(one) for one in documents]} micro-batches in this step; expected {count} of each"
         )
-    return documents
+    return [[one.local for one in own] for own in documents]
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,11 +172,11 @@ class PipelineBinding:
             if backward:
                 del self._in_flight[micro_batch]
         phase.finish()
-        if round_ == 0 and self.session.config.look_ahead:
+        if round_ == 0 and not backward and self.session.config.look_ahead:
             # Once the GPU has work: reading data takes time.
             rounds, loaders = self._plans.rounds, (self.engine.data_iterator, self.engine.training_dataloader)
             stateful = any(map(counts_what_is_read, loaders))
-            self._next = self._plan_step(None if stateful else self._peek(rounds.micro_batches), rounds)
+            self._next = self._plan_step(None if stateful else self._peek(rounds.micro_batches, early=True), rounds)
 
     def run_alone(self, work: Callable[[], None]) -> None:
         """The forward of the next micro-batch of an evaluation."""
@@ -222,13 +222,13 @@ class PipelineBinding:
     def _loads(self) -> bool:
         return self.place.stage in (0, self.engine.num_stages - 1)
 
-    def _peek(self, count: int, has_loss: bool = True) -> list[Loaded] | None:
+    def _peek(self, count: int, has_loss: bool = True, early: bool = False) -> list[Loaded] | None:
         """This rank's next micro-batches: none on a stage that loads nothing, None where the loader ended."""
         if not self._loads:
             return []
         has_loss = has_loss and self.engine.module.loss_fn is not None
         try:
-            return self._reader.peek(self.engine.data_iterator, count, has_loss, self.engine.batch_fn)
+            return self._reader.peek(self.engine.data_iterator, count, has_loss, self.engine.batch_fn, early)
         except CADError as error:
             self.feed.fail(error)
 

@@ -206,7 +206,7 @@ def test_what_collators_of_transformers_make(position_ids: bool) -> None:
     collator = DataCollatorWithFlattening(return_position_ids=position_ids, return_flash_attn_kwargs=True)
     made = collator([{"input_ids": list(range(length))} for length in (7, 3, 6)])
     assert ("position_ids" in made) == position_ids
-    for local in (read_documents(made).local, read_micro_batch(made, has_loss=True).documents):
+    for local in (read_documents(made).local, read_micro_batch(made, has_loss=True).documents.local):
         assert local.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
 
 
@@ -221,7 +221,7 @@ def test_pipelines_take_no_padding(told: dict[str, Any]) -> None:
     with pytest.raises(CADUnsupportedError, match="tokens of a micro-batch are padding"):
         read_micro_batch({"input_ids": ids, "labels": ids, **told}, has_loss=True)
     numbered = read_micro_batch({"input_ids": ids, "labels": ids, "attention_mask": NUMBERS}, has_loss=True)
-    assert numbered.documents.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
+    assert numbered.documents.local.to_array().tolist() == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
 
 
 def test_large_masks_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
 from deepspeed_cad.pipeline import engine as engines
-from deepspeed_cad.pipeline.data import LOADERS, Reader, read_micro_batch
+from deepspeed_cad.pipeline.data import Reader, read_micro_batch
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
 from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, key_of, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
@@ -207,13 +207,37 @@ def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any], wor
 def test_what_was_read_ahead_outlives_evaluations() -> None:
     reader, loader = Reader(), iter([(torch.arange(4)[None], None)] * 3)
     ahead = reader.peek(loader, 2, False)
-    for _ in range(2 * LOADERS):
-        other = iter([(torch.arange(4)[None], None)])
-        reader.peek(other, 1, False)
+    kept = [iter([(torch.arange(4)[None], None)]) for _ in range(20)]
+    seen = [reader.peek(other, 1, False) for other in kept]
+    assert reader.peek(loader, 2, False) == ahead and [reader.peek(other, 1, False) for other in kept] == seen
+    for other in kept:
         reader.drop(other, 1)
-    assert reader.peek(loader, 2, False) == ahead
-    (changed,) = reader.peek(iter([torch.arange(4)[None]]), 1, False, lambda ids: (ids + 1, None))
-    assert changed.pair[0].tolist() == [[1, 2, 3, 4]], "as by set_batch_fn"
+    reader.drop(loader, 2)
+    assert len(reader.peek(loader, 1, False)) == 1 and reader.peek(loader, 2, False) is None
+
+
+def test_what_was_read_ahead_is_read_again_where_set_batch_fn_changes_it() -> None:
+    reader, loader = Reader(), iter([(torch.arange(4)[None], None)] * 2)
+    for more in (0, 1):
+        (first, _) = reader.peek(loader, 2, False, change := lambda pair, more=more: (pair[0] + more, None))
+        assert first.pair[0].tolist() == [[more, 1 + more, 2 + more, 3 + more]]
+    assert reader.peek(loader, 2, False, change)[0] is first
+
+
+def test_a_micro_batch_that_cannot_be_read_is_an_error_when_it_is_due() -> None:
+    def gives() -> Iterator[Any]:
+        yield torch.arange(4)[None], None
+        raise OSError("a file is damaged")
+
+    reader, loader = Reader(), gives()
+    assert reader.peek(loader, 2, False, early=True) is None
+    (first,) = reader.peek(loader, 1, False)
+    reader.drop(loader, 1)
+    for _ in range(2):
+        assert reader.peek(loader, 1, False, early=True) is None
+        with pytest.raises(OSError, match="damaged"):
+            reader.peek(loader, 1, False)
+    assert first.documents.local.tokens == 4
 
 
 @pytest.mark.parametrize("state", ["state_dict", None])
@@ -222,6 +246,8 @@ def test_a_loader_that_has_a_state_is_not_read_ahead(state: str | None) -> None:
     binding.engine.data_iterator = MagicMock(spec=[state] if state else [])
     PipelineBinding.run_ticks(binding, 0, None, False, lambda: None)
     assert (binding._plan_step.call_args.args[0] is None) == (state is not None)
+    PipelineBinding.run_ticks(binding, 0, None, True, lambda: None)
+    assert binding._plan_step.call_count == 1, "once, where a stage's backward is in the first round, too"
 
 
 def test_work_of_layers_counts_visited_experts_only() -> None:
@@ -288,15 +314,13 @@ def test_what_a_pipeline_cannot_have(refuse: Callable[..., Any], given: list[Any
         refuse(*given)
 
 
-def test_first_and_last_stage_load_the_same() -> None:
-    mine = [LocalSegments(*np.array([[0], [9], [0]]), 9)]
-    others = [LocalSegments(*np.array([[0], [8], [0]]), 8)]
-    said = [
-        SimpleNamespace(state=State.GOING, payload=StepMessage([Announcement(*one)]).to_array())
-        for one in (mine, others)
-    ]
+@pytest.mark.parametrize(("tokens", "ids", "words"), [(8, 1, "8 tokens in 1"), (9, 2, "other ones")])
+def test_first_and_last_stage_load_the_same(tokens: int, ids: int, words: str) -> None:
+    mine = [Announcement(LocalSegments(*np.array([[0], [9], [0]]), 9), ids=1)]
+    others = [Announcement(LocalSegments(*np.array([[0], [tokens], [0]]), tokens), ids=ids)]
+    said = [SimpleNamespace(state=State.GOING, payload=StepMessage(one).to_array()) for one in (mine, others)]
     gatherer: Any = SimpleNamespace(
         gather=lambda *_, **__: said, shares=SimpleNamespace(replicas=np.array([[0], [1]]), members=[0, 1])
     )
-    with pytest.raises(CADDataError, match="on the first stage"):
+    with pytest.raises(CADDataError, match=f"on the first stage and .*{words}"):
         gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 1, 1)
