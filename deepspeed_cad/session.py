@@ -183,11 +183,13 @@ class Session:
         """Release communicators and buffers. Models that CAD was on for train no more; another one may begin anew."""
         if self in _sessions:
             _sessions.remove(self)
-        self.say_last(why_ended(sys.exc_info()[1]))
+        self.say_last(reason := why_ended(sys.exc_info()[1]))
         self.servers.close()
         if self.whereabouts is not None:
             self.whereabouts.close()
         if self.liveness is not None:
+            if reason:  # an exception, on whose way a script closes
+                self.liveness.report(reason)
             self.liveness.close()
         self.worker.close()
         if self.tracer is not None:
@@ -198,7 +200,7 @@ class Session:
         finally:
             for reference in self.references.values():
                 reference.remove()
-            self.leave("")
+            self.leave(reason)
             self.groups.close()
 
     def leave(self, reason: str) -> None:

@@ -79,12 +79,17 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         ActivationCheck(plugin.asked_by)
 
 
+def _trains_a_copy(accelerator: Accelerator) -> bool:
+    """Whether it compiles layer by layer: `prepare` then gives a copy, which is bound when it is there."""
+    return bool(getattr(getattr(accelerator.state, "dynamo_plugin", None), "use_regional_compilation", False))
+
+
 def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     plugin = getattr(self, _PLUGIN, None)
     if plugin is not None and any(isinstance(one, torch.nn.Module) for one in args):
         if self.distributed_type == DistributedType.DEEPSPEED:
             give_deepspeed(self.state.deepspeed_plugin.deepspeed_config, plugin.config, plugin.asked_by)
-        elif self.state.dynamo_plugin.use_regional_compilation:
+        elif _trains_a_copy(self):
             result = original(self, *args, **kwargs)
             for one in result if isinstance(result, tuple) else (result,):
                 _apply(one, plugin)
@@ -98,8 +103,7 @@ def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 def _prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     plugin = getattr(self, _PLUGIN, None)
     given = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
-    # Of what regions are compiled of, a copy is trained.
-    if plugin is None or given.get("evaluation_mode") or self.state.dynamo_plugin.use_regional_compilation:
+    if plugin is None or given.get("evaluation_mode") or _trains_a_copy(self):
         return original(self, model, *args, **kwargs)
     if self.distributed_type == DistributedType.NO:
         # Nothing wraps it, and only now it is on its device.

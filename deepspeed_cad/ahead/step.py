@@ -64,22 +64,23 @@ class StepAhead:
         rank calls it for every step. How many micro-batches a rank has may differ where its loader `ended`."""
         feed = self.feed
         # What all ranks do alike must not depend on how many micro-batches this one has.
-        if not self.together or not all(_is_readable(batch) for batch in batches):
-            for batch in batches:
-                announce(feed, batch)
-            if not batches or (ended and len(batches) < self.accumulation):
-                feed.end()
-            return (lambda: batches) if batches else None
-        at, keys = feed.next_step(), dict(feed.keys)
-        stays = IN_ORDER if feed.holds else None if feed.deals else STAYS
+        together = self.together and all(map(_is_readable, batches))
+        at = feed.next_step() if together else None
         try:
-            announcements = [feed.read(batch) for batch in batches]
+            announcements = [feed.read(batch) for batch in batches if _is_readable(batch)]
         except CADError as error:
             # Raised when the step is due: the one before is still to be trained, on every rank.
             feed.fail_later(error)
             failed: Future[list[Any]] = Future()
             failed.set_exception(error)
             return failed.result
+        if at is None:
+            for mine in announcements:  # of others their forward says where documents are
+                feed.announce(mine)
+            if not batches or (ended and len(batches) < self.accumulation):
+                feed.end()
+            return (lambda: batches) if batches else None
+        keys, stays = dict(feed.keys), IN_ORDER if feed.holds else None if feed.deals else STAYS
         if not batches:
             feed.worker.submit(lambda: feed.gather_step(at, None))
             return None
@@ -272,17 +273,6 @@ def find_random(model: torch.nn.Module) -> str:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
                 return f"{name}.{key} is {value:g}, and would fall on other tokens".lstrip(".")
     return ""
-
-
-def announce(feed: Feed, batch: Any) -> None:
-    """Announce a micro-batch if it is a dict that says where its documents are; otherwise its forward will."""
-    if not _is_readable(batch):
-        return
-    try:
-        mine = feed.read(batch)
-    except CADError as error:
-        feed.fail(error)
-    feed.announce(mine)
 
 
 def _is_readable(batch: Any) -> bool:

@@ -31,7 +31,7 @@ class Worker:
         self._training: int | None = None
         self._submitted = self._done = 0
         self._closed = False
-        self._submitting = threading.Lock()
+        self._submitting = threading.RLock()  # a loader that is collected inside submits that it ended
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = start_daemon("look-ahead", self._loop, device)
         # A thread that is still inside a collective when the interpreter goes down takes the process along (SIGABRT).

@@ -20,11 +20,12 @@ def main(args: argparse.Namespace) -> int:
     if not host or not port.isdigit():
         raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")
     from deepspeed_cad.server.meeting import take_place  # both bring torch
-    from deepspeed_cad.server.process import serve
+    from deepspeed_cad.server.process import choose_device, serve
 
+    device = choose_device(args.device)  # before it takes a place
     place = args.rendezvous
     notice(f"waits at most {args.timeout:g} s for a training at {place} that has reserved servers")
     role, config = take_place(place, args.timeout)
     trainers = counted(role.trainers, "trainer")
     notice(f"server {role.rank} has found the training at {place} and waits for its {trainers} to turn CAD on")
-    return serve(role, config, args.device)
+    return serve(role, config, device)

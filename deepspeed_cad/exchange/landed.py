@@ -105,7 +105,7 @@ class LandingTransport(Transport):
             # Of exchanges: a ring, [RING, ranks of the group].
             names = self._flags.tensor[ahead:size].view(torch.int64).view(RING, whole)
             with torch.cuda.device(device):
-                self._comparison = Comparison(names, self.rank)
+                self._comparison = Comparison(names, self.rank, alarm.in_job)
             on_error.pop_all()
         self.stream = streams[0] if near is None else None
         everywhere = self._flags.addresses

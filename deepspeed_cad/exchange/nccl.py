@@ -183,7 +183,7 @@ class NcclTransport(PackedTransport):
         # Message streams write the numbers: not before they are zeros.
         for way in (self.messages.out, self.messages.back):
             way.stream.wait_stream(torch.cuda.current_stream(device))
-        self._comparison = Comparison(ring, rank_of(group))
+        self._comparison = Comparison(ring, rank_of(group), alarm.in_job)
         self._watchdog = Watchdog(alarm, self.messages.leave, device, self._comparison)
         self._unfinished: set[Parcel] = set()
         """Where training goes on without a server that is lost: what NCCL may still read and write."""

@@ -134,7 +134,7 @@ class ComparedFirst(GroupTransport):
         numbers, mine = torch.zeros(group.size(), dtype=torch.int64), torch.tensor([identity.number])
         with Liveness.watch(self.alarm.liveness, str(identity), with_servers=True):
             self._wait([dist.all_gather(list(numbers.split(1)), mine, group=group, async_op=True)], identity)
-            if found := compare(dict(enumerate(numbers.tolist()))):
+            if found := compare({self.alarm.in_job(at): one for at, one in enumerate(numbers.tolist())}):
                 self.alarm.stop(found)
                 self.alarm.check()
             begun, under_way = time.perf_counter(), self._move(packed, counts, identity)
@@ -178,7 +178,7 @@ class Collectives(GroupTransport):
     def __init__(self, group: Group, device: torch.device, alarm: Alarm) -> None:
         super().__init__(group, device, alarm)
         ring = torch.zeros(RING, size_of(group), dtype=torch.int64, device=device)
-        self._comparison = Comparison(ring, rank_of(group))
+        self._comparison = Comparison(ring, rank_of(group), alarm.in_job)
         self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
 
     def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> GroupTransfer:

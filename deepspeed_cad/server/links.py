@@ -160,10 +160,11 @@ class ServerLink:
         return str(item.head.get("reason", ""))
 
     def lose(self, server: int, reason: str) -> None:
-        """A server is lost; only the first reason counts. Where that ends all, only the first server counts."""
+        """A server is lost; only the first reason counts. Where that ends all, as it does until training has opened its
+        transport, only the first server counts."""
         if self._closing or server in self.gone:
             return
-        if self.liveness.may_change:
+        if self.liveness.losses is not None:
             self.gone[server] = reason
             self.liveness.write(f"{GIVEN_UP}/{server}", reason)
         elif not self.gone:

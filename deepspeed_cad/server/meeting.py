@@ -126,6 +126,10 @@ def open_store(rendezvous: str, timeout_s: float) -> dist.Store:
         ) from error
 
 
+_claimed: set[tuple[str, int, int]] = set()
+"""Rendezvous, attempts and ranks of this process."""
+
+
 class Rendezvous:
     def __init__(self, split: Split, timeout_s: float) -> None:
         self.split, self.timeout_s = split, timeout_s
@@ -133,6 +137,13 @@ class Rendezvous:
 
     def claim(self) -> None:
         """This process is the only one with its rank; raises CADConfigError on all that still meet."""
+        place = self.split.rendezvous, self.split.attempt, self.split.rank
+        if place in _claimed:
+            self.refuse(
+                f"rank {self.split.rank} opened a session with reserved servers before, and they ended with that: "
+                "leave the first session open"
+            )
+        _claimed.add(place)
         if self.root.add(f"claimed/{self.split.rank}", 1) > 1:
             self.refuse(
                 f"two processes are rank {self.split.rank} of the {self.split.ranks} ranks that meet at "
@@ -343,6 +354,12 @@ def open_again(
 def wait_to_be_asked_in(liveness: Liveness) -> None:
     """A server that came later, until trainers come to a step in which it takes part; raises as `look_for_end`."""
     wait_until(lambda: liveness.look_up(f"{ASKED}/{liveness.rank}"), math.inf, lambda: look_for_end(liveness))
+
+
+def look_for_errors(liveness: Liveness) -> None:
+    """For a server that waits for trainers to connect. Raises CADPeerError where one of them has stopped."""
+    if reason := liveness.why_hopeless():
+        raise CADPeerError(f"server {liveness.rank} waited for trainers to connect: {reason}")
 
 
 def look_for_end(liveness: Liveness) -> None:

@@ -20,7 +20,7 @@ import torch
 from deepspeed_cad import native
 from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, ServerLostError, in_one_line
 from deepspeed_cad.exchange.group import OwnGroup, numbers_of
 from deepspeed_cad.exchange.probe import Opened, with_links
 from deepspeed_cad.kernels.registry import choose
@@ -35,6 +35,7 @@ from deepspeed_cad.server.meeting import (
     Members,
     Rendezvous,
     look_for_end,
+    look_for_errors,
     may_change,
     open_again,
     open_board,
@@ -61,16 +62,23 @@ FAREWELL_S = 3.0
 """For trainers to end after this server failed: a launcher may end them as soon as it sees this process go."""
 
 
-def serve(split: Split, config: CADConfig, device: str = "") -> int:
-    """Serve until the trainers end; gives the exit code.
+def choose_device(named: str = "") -> torch.device:
+    """By default the GPU that the launcher means for this process, or the CPU where trainers use it too. Raises
+    CADConfigError for one that is not there."""
+    if not named and torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        named = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    try:
+        chosen = torch.device(named or "cpu")
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+    except (RuntimeError, AttributeError, AssertionError) as error:
+        raise CADConfigError(f"there is no device {named!r} here: {in_one_line(error)}") from error
+    return chosen
 
-    `device`: by default the GPU that the launcher means for this process, or the CPU where trainers use it too."""
-    if not device and torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-    chosen = torch.device(device or "cpu")
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    server = _Server(split, config, chosen)
+
+def serve(split: Split, config: CADConfig, device: torch.device | None = None) -> int:
+    """Serve until the trainers end; gives the exit code."""
+    server = _Server(split, config, device or choose_device())
     _take_signals(server)
     try:
         server.open()
@@ -78,7 +86,7 @@ def serve(split: Split, config: CADConfig, device: str = "") -> int:
     except Abandoned as end:
         notice(f"server {split.rank} ends: {end}")
         return 0
-    except CADError as error:
+    except (CADError, RuntimeError) as error:  # torch's, of the store or the GPU
         if server.trainers is not None:
             server.trainers.fail(str(error))
         return _say(split, str(error))
@@ -113,7 +121,7 @@ class _Server:
             meeting.open_door(str(error))
             raise
         meeting.open_door(listener.door)
-        look = partial(look_for_end, self.liveness) if split.came_later else lambda: None
+        look = partial(look_for_end if split.came_later else look_for_errors, self.liveness)
         connections = listener.accept(split.trainers, config.timeout_s, look)
         self.trainers = self._links = TrainerLinks(split.rank, connections, self.liveness)
         self._closed = threading.Event()

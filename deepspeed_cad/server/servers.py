@@ -27,7 +27,7 @@ from deepspeed_cad.attention.call import Calls
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.attention.surviving import SurvivingCall
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADPeerError, ServerLostError
+from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import LOOK_S, wait_until
 from deepspeed_cad.exchange.group import OwnGroup
@@ -322,7 +322,11 @@ def join_servers(role: Split, config: CADConfig, device: torch.device) -> tuple[
     said = meeting.meet(mine)
     liveness = open_board(meeting, goes_on)
     doors = {server.rank: meeting.find_door(server.rank, config.timeout_s) for server in said[role.trainers :]}
-    connections = {number: connect_to(role.rank, said[number].what, door) for number, door in doors.items()}
+    try:
+        connections = {number: connect_to(role.rank, said[number].what, door) for number, door in doors.items()}
+    except CADError as error:
+        liveness.report(str(error))  # the others have connected, and wait
+        raise
     link = ServerLink(role.rank, connections, liveness, max(config.timeout_s / 2, LEAST_SILENT_S))
     servers = (
         SurvivingServers(meeting, config, liveness, link, device) if goes_on

@@ -17,7 +17,6 @@ from pool import WorkerPool
 
 import deepspeed_cad
 from deepspeed_cad.ahead import gather, plan
-from deepspeed_cad.ahead.step import announce
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.session import find_binding
 
@@ -56,7 +55,8 @@ def _wrong(rank: int, world: int, what: str) -> None:
     with mock.patch.object(*patches[what]) if differs and what in patches else nullcontext():
         deepspeed_cad.apply(model, block)
         if what == "announced":
-            announce(find_binding(model).feed, batch)
+            feed = find_binding(model).feed
+            feed.announce(feed.read(batch))
             given = _batch(0)
         (loss_and_gradients if what == "padding" else _step)(model, given)
 

@@ -49,6 +49,18 @@ def test_a_rank_that_stopped_or_closed_is_named() -> None:
     assert board[0].stopped() == "another exchange"
 
 
+def test_a_board_is_that_of_one_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch numbers groups anew where it is initialised again, and a launcher's store lives on."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    group: Any = mock.Mock(group_name="1")
+    for _ in range(2):
+        board = [room.open_board(group, rank, 2) for rank in range(2)]
+        assert board[0].why_hopeless() == ""
+        board[1].close()
+        assert "rank 1 stopped: its session was closed" in board[0].why_hopeless()
+
+
 def test_who_died_is_named_and_not_who_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "WORDS_S", 0.2)
     monkeypatch.setattr(patience, "LOOK_S", 0.01)

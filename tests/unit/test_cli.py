@@ -159,6 +159,8 @@ def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(meeting, "take_place", take_place)
     monkeypatch.setattr(process, "serve", lambda *args: said.append(capsys.readouterr().err) or 0)
+    assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--device", "cuda:9"]) == 2 and not said
+    assert "there is no device 'cuda:9' here" in capsys.readouterr().err, "before it takes a place"
     assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--timeout", "40"]) == 0
     assert "waits at most 40 s for a training at 10.0.0.1:29500" in said[0]
     assert "server 2 has found the training at 10.0.0.1:29500 and waits for its 2 trainers" in said[1]

@@ -78,6 +78,18 @@ def test_one_line_where_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.count("rows of padding get zeros from attention") == 1
 
 
+@pytest.mark.parametrize(("lengths", "numbers", "lines"), [([9, 4], False, 1), ([9, 4], True, 0), ([13], False, 0)])
+def test_a_mask_of_ones_over_packed_rows_is_told_once(
+    lengths: list[int], numbers: bool, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers then lets documents see each other, as LLaMA-Factory's packing does without neat_packing."""
+    model, batch = deepspeed_cad.apply(training.tiny_llama(), {}).train(), training.pack(training.documents(lengths))
+    batch["attention_mask"] = 1 + (batch["position_ids"] == 0).cumsum(-1) * numbers
+    for _ in range(2):
+        loss_and_gradients(model, batch)
+    assert capsys.readouterr().err.count("attention_mask has nothing but ones") == lines
+
+
 def test_labels_behind_cumulative_lengths() -> None:
     """Such rows are in no document, and kernels leave them undefined."""
     model = deepspeed_cad.apply(training.tiny_llama(), {}).train()

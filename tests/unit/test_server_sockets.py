@@ -254,9 +254,9 @@ class Ends:
         self.store = store
         self.trainer, self.server = socket.socketpair()
 
-    def link(self, goes_on: bool = True, silent_s: float = 30.0) -> ServerLink:
+    def link(self, goes_on: bool = True, silent_s: float = 30.0, begun: bool = True) -> ServerLink:
         board = Liveness(self.store, 0, 2)
-        board.may_change = goes_on
+        board.may_change, board.losses = goes_on, mock.Mock() if goes_on and begun else None
         return ServerLink(0, {1: self.trainer}, board, silent_s)
 
     def links(self, rank: int = 1) -> TrainerLinks:
@@ -309,6 +309,13 @@ def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monke
     wait_for(lambda: link._busy)
     assert not link.gone
     link.leave("")
+
+
+def test_a_server_that_is_lost_before_training_has_opened_ends_all(ends: Ends) -> None:
+    """Nobody goes on without it yet, and whoever opens a group with it looks at the board."""
+    ends.link(begun=False, silent_s=SILENT_S)
+    wait_for(Liveness(ends.store, 0, 2).why_hopeless)
+    assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
 
 
 def test_a_server_that_wakes_hears_that_it_was_given_up_and_blames_nobody(ends: Ends) -> None:

@@ -32,7 +32,7 @@ from deepspeed_cad.server import process
 from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, take_role
 from deepspeed_cad.server.links import ServerLink
-from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, open_board, take_place
+from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, look_for_errors, open_board, take_place
 from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
 from deepspeed_cad.server.sockets import Listener
@@ -88,9 +88,11 @@ def test_a_server_that_does_not_come(place: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_two_launches_at_one_rendezvous(place: str) -> None:
-    Rendezvous(Split(2, 1, 2, place), 20.0).claim()
-    with pytest.raises(CADConfigError, match="two launches use the same rendezvous"):
-        Rendezvous(Split(2, 1, 2, place), 20.0).claim()
+    meeting = Rendezvous(Split(2, 1, 2, place), 20.0)
+    meeting.root.add("claimed/2", 1)
+    for words in ("two launches use the same rendezvous", "rank 2 opened a session with reserved servers before"):
+        with pytest.raises(CADConfigError, match=words):
+            meeting.claim()
 
 
 @pytest.mark.parametrize(("reason", "kind"), [("", meetings.Abandoned), ("ValueError: no data", CADPeerError)])
@@ -187,6 +189,7 @@ class Job:
         meeting.root.set("hello/0", "{}")
         self.link = ServerLink(0, {}, open_board(meeting, True), 20.0)
         self.servers = SurvivingServers(meeting, CHANGES, self.link.liveness, self.link, torch.device("cpu"))
+        self.link.liveness.losses = self.servers
 
     def knock(self, number: int) -> Rendezvous:
         role = Split(1, 1, number, self.place)
@@ -231,6 +234,14 @@ def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(
     monkeypatch.setattr(room, "CONNECT_S", 20.0)
     assert job.servers._let_in(1) == 3
     assert list(lives.result(20)) == [0] and list(job.link.gone) == [2]
+
+
+def test_a_server_that_waits_for_connections_hears_of_a_trainer_that_failed() -> None:
+    store = dist.HashStore()
+    look_for_errors(server := Liveness(store, 2, 3))
+    Liveness(store, 1, 3).report("server 2 has no route")
+    with pytest.raises(CADPeerError, match="server 2 waited for trainers to connect: rank 1 stopped: server 2 has no"):
+        look_for_errors(server)
 
 
 def test_one_that_cannot_listen_says_why(job: Job) -> None:

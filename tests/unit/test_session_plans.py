@@ -62,6 +62,15 @@ def session() -> Iterator[Session]:
         yield opened
 
 
+def test_whoever_closes_on_the_way_of_an_exception_says_so(session: Session) -> None:
+    with pytest.raises(ValueError, match="no more data"):
+        try:
+            raise ValueError("no more data")
+        finally:
+            session.close()
+    assert session.ended == "ValueError: no more data"
+
+
 def test_no_collective_follows_an_error_between_two(session: Session) -> None:
     """The others go on to the next one and hear the first error, which this rank raises again."""
     feed = session.open_feed("a model")
@@ -152,6 +161,16 @@ def test_a_forward_alone_is_even_in_what_it_costs() -> None:
 def test_steps_of_one_micro_batch_are_not_arranged_together() -> None:
     feed = mock.Mock(replicas=2, orders=True, deals=False, **{"shares.pieces": 0})
     assert StepAhead(feed).submit([]) is None and feed.end.called and not feed.next_step.called
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_that_contradicts_itself_is_an_error_when_its_step_is_due(replicas: int) -> None:
+    feed = mock.Mock(replicas=replicas, orders=True, deals=False, **{"shares.pieces": 0})
+    feed.read.side_effect = error = CADDataError("positions start at 0")
+    due = StepAhead(feed, 1 if replicas == 1 else 2).submit([{"input_ids": 0}])
+    assert due is not None and feed.fail_later.call_args.args == (error,) and not feed.announce.called
+    with pytest.raises(CADDataError, match="positions start at 0"):
+        due()
 
 
 @pytest.mark.parametrize("count, said", [(1, ""), (2, ORDERED)])

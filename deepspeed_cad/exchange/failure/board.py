@@ -312,8 +312,10 @@ class Liveness:
 def open_board(group: dist.ProcessGroup, rank: int, ranks: int, timeout_s: float = 300.0) -> Liveness:
     """The board of a group, on the store of the job's default process group. Nothing may set a time-out on that: a
     PrefixStore hands it down to the store of the whole job."""
-    store = dist.distributed_c10d._get_default_store()
-    return Liveness(dist.PrefixStore(f"deepspeed_cad/{group.group_name}", store), rank, ranks, timeout_s / 2)
+    store = dist.PrefixStore(f"deepspeed_cad/{group.group_name}", dist.distributed_c10d._get_default_store())
+    # torch numbers groups anew where a script initialises it again, on a store that may live on.
+    turn = store.add(f"opened by {rank}", 1)
+    return Liveness(dist.PrefixStore(str(turn), store), rank, ranks, timeout_s / 2)
 
 
 def _why_silent(error: BaseException) -> str:

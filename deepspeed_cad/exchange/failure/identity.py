@@ -13,7 +13,7 @@ start any more, and `finish` looks once more before a transport is closed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,8 +152,9 @@ class Flags:
 class Comparison:
     """The numbers that reach one transport of one rank."""
 
-    def __init__(self, ring: torch.Tensor, rank: int) -> None:
-        self.ring, self.rank, self._copy = ring, rank, HostCopy(ring)
+    def __init__(self, ring: torch.Tensor, rank: int, in_job: Callable[[int], int]) -> None:
+        """`in_job`: the number that a rank of the group has in the job."""
+        self.ring, self.rank, self.in_job, self._copy = ring, rank, in_job, HostCopy(ring)
         self.newest = 0
         """Index of the last exchange that this rank has started."""
         self._arrived: deque[tuple[Identity, Sequence[int]]] = deque()
@@ -190,6 +191,7 @@ class Comparison:
             if started - identity.index > RING - AHEAD:
                 continue
             row = rows[identity.index % RING]
-            if found := compare({self.rank: identity.number, **{int(peer): row[peer] for peer in peers}}):
+            numbers = {self.rank: identity.number, **{int(peer): row[peer] for peer in peers}}
+            if found := compare({self.in_job(rank): number for rank, number in numbers.items()}):
                 return found
         return ""

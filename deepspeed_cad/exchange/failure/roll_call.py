@@ -104,7 +104,8 @@ class RollCall:
             store.set(keys[alarm.rank], f"={word}")
             # Asked again and again: waiting inside the store would keep this process's other threads out of it.
             if not board.patiently(are_here, what, board.started() + 1, with_servers=True, timeout_s=alarm.timeout_s):
-                raise RuntimeError(f"ranks {missing(keys, store.check)} did not come within {alarm.timeout_s:g} s")
+                absent = [alarm.in_job(rank) for rank in missing(keys, store.check)]
+                raise RuntimeError(f"ranks {absent} did not come within {alarm.timeout_s:g} s")
             return [word[1:] for word in store.read([*keys.values()]).values()]
         except CADError:
             raise
@@ -113,5 +114,6 @@ class RollCall:
 
     def agree(self, what: str, problem: str, kind: type[CADError] = CADError) -> None:
         """Go on only where no rank has a problem ("" for none); else the same error on every rank."""
-        if told := [f"rank {rank}: {word}" for rank, word in enumerate(self.call(what, problem)) if word]:
+        said = enumerate(self.call(what, problem))
+        if told := [f"rank {self.alarm.in_job(rank)}: {word}" for rank, word in said if word]:
             raise kind(f"{what} failed on {len(told)} of {self.ranks} ranks. {'; '.join(told)}")

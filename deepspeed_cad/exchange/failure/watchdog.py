@@ -55,6 +55,11 @@ class Alarm:
         self.told = False
         """Whether the training thread has had an error of it."""
 
+    def in_job(self, rank: int) -> int:
+        """The number that a rank of this group has in the job, as messages give it."""
+        watched = self.liveness.watched
+        return watched[rank] if rank < len(watched) else rank
+
     @property
     def sounded(self) -> bool:
         return bool(self._waited_for or self._reason)
@@ -90,7 +95,7 @@ class Alarm:
         """The error for something that failed while this rank waited for others; ServerLostError where a server that
         is lost did that, and the others go on."""
         if self._reason:
-            explained = CADPeerError(f"rank {self.rank} stopped: {self._reason}")
+            explained = CADPeerError(f"rank {self.in_job(self.rank)} stopped: {self._reason}")
         else:
             # An alarm that was sounded has told the others that this rank stopped.
             explained = self.liveness.explain(waited_for, error, not self.sounded, patience_s)
