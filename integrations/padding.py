@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepspeed_cad.ahead.documents import MASK, batch_shape
+from deepspeed_cad.ahead.documents import CUMULATIVE, MASK, batch_shape
 from deepspeed_cad.attention.microbatch import MicroBatch
 from deepspeed_cad.layout import PADDING
 from deepspeed_cad.notice import notice
@@ -28,15 +28,27 @@ IGNORED = -100
 Bools = npt.NDArray[np.bool_]
 
 _told: WeakSet[Any] = WeakSet()
+_shown: WeakSet[Any] = WeakSet()
+"""Bindings of which masks of packed rows were looked at."""
 
 
 def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str, Any]) -> None:
     """Refuse a forward whose labels count rows of padding that the model's attention would not give zeros; say once
     that nobody knows. `given`: what the decoder was called with."""
     padded = (micro_batch.local().positions() == PADDING).reshape(batch_shape(given))
+    mask: Any = given.get(MASK)
+    packed = (micro_batch.local().begin == 0).sum() > len(padded) and all(
+        given.get(name) is None for name in CUMULATIVE
+    )
+    if packed and getattr(mask, "ndim", 0) == 2 and not binding.session.rank and binding not in _shown:
+        _shown.add(binding)
+        if bool((mask == 1).all()):
+            notice(
+                "attention_mask has nothing but ones, and position_ids start again inside rows: transformers then lets "
+                "documents of a row see each other, and CAD does not, so losses differ from those without CAD"
+            )
     if not padded.any():
         return
-    mask: Any = given.get(MASK)
     hidden = mask is not None and not (mask.ndim == 2 and bool(mask.all()))
     masked = hidden and mask.ndim == 2 and not binding.chunked
     own, rank = binding.original, binding.session.rank
