@@ -46,7 +46,6 @@ from train_model import add_sizes, make_model  # noqa: E402
 from train_ulysses import use_kept_ulysses, use_ulysses  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.attention.parking import Parking, available_host_memory  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
@@ -153,7 +152,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         _meet(cuda)
         begin = time.perf_counter()
         if feed is not None:
-            announce(feed, announced)
+            feed.announce(feed.read(announced))
         with _profile(options.profile if step == count - 1 else None, rank):
             with save_on_cpu(pin_memory=cuda) if options.checkpoints == "host" else contextlib.nullcontext():
                 items = (options.tokens - 1) / ranks

@@ -32,7 +32,6 @@ from train_workload import Workload  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.session import find_binding  # noqa: E402
@@ -165,7 +164,7 @@ def main() -> None:
             for name, model in models.items():
                 more = {}
                 if name == "cad":
-                    announce(feed, {"input_ids": row.tokens[None], "position_ids": row.positions[None]})
+                    feed.announce(feed.read({"input_ids": row.tokens[None], "position_ids": row.positions[None]}))
                 else:
                     more["documents"] = make_sequences(row.lengths, row.lengths, device)
                 dist.barrier()

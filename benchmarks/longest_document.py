@@ -40,7 +40,6 @@ from torch.autograd.graph import save_on_cpu  # noqa: E402
 from train_model import add_sizes, make_model  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.attention.parking import available_host_memory  # noqa: E402
 
 GiB = 2**30
@@ -107,7 +106,7 @@ class Trainer:
         ids, positions, targets = make_part(tokens, rank, ranks, self.options.vocab, self.device)
         batch = {"input_ids": ids[None], "position_ids": positions[None]}
         labels = {"labels": targets[None], "shift_labels": targets[None]}
-        announce(self.feed, {name: value.cpu() for name, value in batch.items()})
+        self.feed.announce(self.feed.read({name: value.cpu() for name, value in batch.items()}))
         stored = self.options.checkpoints == "host"
         with save_on_cpu(pin_memory=self.cuda) if stored else contextlib.nullcontext():
             items = (tokens - 1) / ranks

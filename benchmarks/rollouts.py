@@ -36,7 +36,6 @@ from train_model import LOSS_ROWS, add_sizes, make_model  # noqa: E402
 from train_workload import Row, Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.cli.data.documents import read_lengths  # noqa: E402
 from deepspeed_cad.forecast.packing import DEALT, Rows, deal_by_length  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
@@ -77,7 +76,7 @@ class Way:
             if self.feed is None:
                 more["documents"] = make_sequences(row.lengths, row.lengths, self.device)
             elif trains:
-                announce(self.feed, inputs)
+                self.feed.announce(self.feed.read(inputs))
             given = {name: value.to(self.device) for name, value in inputs.items()}
             with torch.set_grad_enabled(trains):
                 out = self.model(row.targets.to(self.device), scale, **given, **more, use_cache=False)

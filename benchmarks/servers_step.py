@@ -42,7 +42,6 @@ from train_model import ChunkedLoss, add_sizes, make_model  # noqa: E402
 from train_workload import Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.config import CADConfig  # noqa: E402
 from deepspeed_cad.kernels.interface import KernelNeed  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
@@ -167,7 +166,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     count = options.warmup + options.steps
     # Read one micro-batch ahead, as a loader does.
     coming = itertools.islice(itertools.cycle(batches), count * len(batches))
-    announce(feed, next(coming))
+    feed.announce(feed.read(next(coming)))
     for step in range(count):
         if step == options.warmup:
             session.take_statistics("benchmark")
@@ -179,7 +178,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         for part in parts:
             following = next(coming, None)
             if following is not None:
-                announce(feed, following)
+                feed.announce(feed.read(following))
             total += compute(part)
         finish()
         computed = time.perf_counter()

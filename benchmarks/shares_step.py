@@ -42,7 +42,6 @@ from train_ulysses import register_ulysses, use_kept_ulysses  # noqa: E402
 from train_workload import Workload  # noqa: E402
 
 import deepspeed_cad  # noqa: E402
-from deepspeed_cad.ahead.step import announce  # noqa: E402
 from deepspeed_cad.kernels.registry import choose  # noqa: E402
 from deepspeed_cad.session import find_binding  # noqa: E402
 
@@ -85,7 +84,7 @@ def run(way: Way, micro_batch: MicroBatch, scale: float) -> tuple[float, float]:
     device = micro_batch.targets.device
     way.model.zero_grad()
     if way.feed is not None:
-        announce(way.feed, micro_batch.inputs)
+        way.feed.announce(way.feed.read(micro_batch.inputs))
     _meet(device)
     begun = time.perf_counter()
     hidden = way.model.model(**micro_batch.inputs).last_hidden_state[0]

@@ -33,7 +33,6 @@ from transformers import LlamaForCausalLM
 
 import deepspeed_cad
 from deepspeed_cad import session as sessions
-from deepspeed_cad.ahead.step import announce
 from deepspeed_cad.attention.parking import Parking
 from deepspeed_cad.session import find_binding
 
@@ -113,7 +112,7 @@ class CADMode(Mode):
         wanted = [step] if following is None else [step, following]
         for one in wanted[len(self.ahead) :]:
             row = self.loaded[one]
-            announce(self.feed, {"input_ids": row.tokens[None], "position_ids": row.positions[None]})
+            self.feed.announce(self.feed.read({"input_ids": row.tokens[None], "position_ids": row.positions[None]}))
             self.ahead.append(one)
         if self.ahead.pop(0) != step:
             raise RuntimeError(f"{self.name}: step {step} is trained, but another one was announced")
