@@ -39,4 +39,4 @@ if __name__ == "__main__":
     if moment:
         die_after(moment[0], int(moment[1]))
     role, config = take_place(rendezvous, 120.0)
-    sys.exit(process.serve(role, config, device))
+    sys.exit(process.serve(role, config, process.choose_device(device)))
