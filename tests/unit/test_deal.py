@@ -1,5 +1,7 @@
 """Documents dealt out to ranks: nothing lost, no row too long, never later, as even as it can be; order of rows."""
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,6 +94,23 @@ def test_whatever_is_dealt_holds_each_token_once(
     check(step, costs, dealt)
     again = deal(step, costs, 0.05, host, cuts)
     assert again is not None and again.fingerprint() == dealt.fingerprint()
+
+
+def test_deals_change_on_purpose() -> None:
+    """Where they do, so does the number: 60 steps of every kind, hosts of unequal sizes, slow ranks, cuts."""
+    found, rng = [], np.random.default_rng(3)
+    for seed in range(60):
+        ranks, micro_batches, most = int(rng.integers(2, 7)), int(rng.integers(1, 4)), int(rng.choice([30, 400]))
+        rows = rng.integers(1, most, (ranks, micro_batches, int(rng.integers(1, 9))))
+        rows //= rng.integers(1, 9, (ranks, 1, 1))
+        step = step_of((rows + 1).tolist(), padded=seed % 5 == 0)
+        costs = costs_of(step, float(rng.choice([0.0, 0.5, 32.0])))
+        if seed % 3 == 0:
+            costs = Costs(costs.work, costs.each * (1 + np.arange(ranks) / 4), costs.speed)
+        hosts = None if seed % 4 == 0 else np.arange(ranks) // 4
+        dealt = deal(step, costs, 0.05, hosts, cuts=seed % 2 == 0)
+        found.append(None if dealt is None else dealt.fingerprint())
+    assert 20 < sum(one is not None for one in found) and zlib.crc32(repr(found).encode()) == 1799093949
 
 
 def lengths_of(ranks: int, micro_batches: int, documents: int, seed: int) -> list[list[list[int]]]:

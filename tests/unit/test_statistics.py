@@ -3,7 +3,7 @@
 import logging.handlers
 import os
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -60,6 +60,27 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     close_session()
     end = capfd.readouterr().err
     assert end.count("CAD is done: 3 micro-batches") == 1 and "CAD stopped" not in end
+
+
+def test_figures_by_name_and_in_words() -> None:
+    numbers = {field.name: at + 2.0 for at, field in enumerate(fields(Statistics)) if field.type in ("int", "float")}
+    made = replace(Statistics(), **numbers)  # type: ignore[arg-type]
+    events = {
+        "attention_max_over_mean_before": made.slowest_before / made.mean,
+        "attention_max_over_mean": made.slowest / made.mean,
+        "tokens_max_over_mean_before": made.most_tokens_before / made.mean_tokens_before,
+        "tokens_max_over_mean": made.most_tokens / made.mean_tokens, "sent_MiB": made.bytes_sent / 1048576,
+        "landing_MiB": made.landing_bytes / 1048576, "planning_ms": made.planning_s * 1000 / made.micro_batches,
+        "waited_s": made.waited_s, "servers_idle": max(0.0, 1 - made.served_s / made.servers_s),
+        "forward_only_micro_batches": made.looks,
+        "forward_only_max_over_mean_before": made.looks_slowest_before / made.looks_mean,
+        "forward_only_max_over_mean": made.looks_slowest / made.looks_mean,
+    }  # fmt: skip
+    assert made.as_events() == pytest.approx({f"cad/{name}": value for name, value in events.items()})
+    assert "cad/forward_only_micro_batches" not in replace(made, looks=0).as_events()
+    words = replace(made, micro_batches=4, bytes_sent=6 << 20, landing_bytes=3 << 20, planning_s=0.02).in_words("even")
+    assert words.startswith("4 micro-batches, even, 1.5 MiB sent for each, 5.0 ms to plan each, ")
+    assert ", 3 MiB kept for what arrives" in words
 
 
 def test_a_forked_worker_has_no_session_to_end() -> None:
