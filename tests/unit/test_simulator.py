@@ -26,7 +26,7 @@ from deepspeed_cad.forecast.bytes_held import (
 )
 from deepspeed_cad.forecast.machine import SHIPPED
 from deepspeed_cad.forecast.packing import NAMED
-from deepspeed_cad.forecast.schedule import non_attention, weight_seconds
+from deepspeed_cad.forecast.schedule import non_attention
 from deepspeed_cad.forecast.setting import ModelShape, StateLayers
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import make_plan
@@ -46,21 +46,6 @@ def machine(**changes: Any) -> Machine:
 
 def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, **changes: Any) -> Setting:
     return Setting(MODEL, Cluster(ranks, per_host, figures or machine()), COST, **changes)
-
-
-def test_collectives_on_one_host_and_on_several() -> None:
-    own = machine(collective=100.0, between=10.0, all_to_all=50.0, latency=0.0)
-    here, two = Cluster(4, 4, own), Cluster(8, 4, own)
-    assert here.gather(400.0, 4) == pytest.approx(400 * 3 / 4 / 100) and here.gather(400.0, 1) == 0.0
-    # Half of it comes from the other host, shared between four links; inside, three quarters are passed on.
-    assert two.gather(800.0, 8) == pytest.approx(max(800 * 3 / 4 / 100, 800 / 2 / (4 * 10)))
-    assert two.gather(800.0, 2, stride=4) == pytest.approx(800 / 2 / 10), "one rank of each host"
-    assert here.all_to_all(400.0, 4) == pytest.approx(400 * 3 / 4 / 50)
-    # NCCL moves at 100 inside and 10 between hosts; packing takes a hundredth of a second for each byte that leaves.
-    assert two.all_to_all(800.0, 8) == pytest.approx(max(800 * 3 / 8 / 100, 800 * 4 / 8 / 10) + 800 * 7 / 8 / 100)
-    measured = Cluster(8, 4, own, collective_between=20.0)
-    assert measured.all_to_all(800.0, 8) == pytest.approx(800 * 4 / 8 / 20 + 800 * 7 / 8 / 100)
-    assert two.shares(8) == (3 / 8, 4 / 8)
 
 
 def test_layers_that_carry_state_are_as_measured() -> None:
@@ -104,12 +89,6 @@ def test_without_checkpointing_every_layer_keeps_what_its_mlp_and_its_norms_take
 def test_ulysses_divides_heads_and_deals_groups_out_or_repeats_them() -> None:
     assert modes.degrees(replace(setting(8), model=replace(MODEL, heads=12, kv_heads=4)), "ulysses") == [2, 4]
     assert modes.degrees(replace(setting(8), model=replace(MODEL, heads=8, kv_heads=2)), "ulysses") == [2, 4, 8]
-
-
-def test_a_pass_that_is_a_forward_alone_is_planned_as_one() -> None:
-    asked, whole = (modes_cad.question(setting(forward_only=only), UNEVEN.tick()) for only in (True, False))
-    assert (asked.backward, whole.backward) == (False, True)
-    assert asked.cost.key == 0 < asked.cost.pair < whole.cost.pair == COST.pair
 
 
 @pytest.mark.parametrize(
@@ -168,28 +147,6 @@ def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
     assert ends(waves=2)[0] == pytest.approx(np.array([52.5 + 25 + 50, 52.5 + 50, 30]) + begun)
     # More waves than head groups are empty.
     assert ends(waves=8, passes=3)[0] == pytest.approx(np.array([127.5, 102.5, 30]) + 3 * 7 * begun)
-
-
-@pytest.mark.parametrize(("sharding", "waits"), [("zero1", False), ("zero2", True), ("zero3", True), ("fsdp", True)])
-def test_micro_batches_make_up_for_each_other_only_where_ranks_meet_at_the_end(sharding: Any, waits: bool) -> None:
-    rows = [[16384], [1024] * 16]
-    step = [Layout.from_rank_lengths(rows), Layout.from_rank_lengths(rows[::-1])]
-    found = modes.plain(setting(2, 2, sharding=sharding), step)
-    assert (found.seconds.waiting > 0.1 * found.seconds.attention) == waits
-
-
-@pytest.mark.parametrize(("sharding", "gradients"), [("zero3", 1.0), ("fsdp", 2.0)])
-def test_weights_are_fetched_behind_the_layer_before(sharding: Any, gradients: float) -> None:
-    own = setting(16, 8, sharding=sharding, figures=machine(between=1e9))
-    weights = own.cluster.gather(2.0 * MODEL.layer_parameters, 16)
-    fast, slow = ([share * weights] * 2 for share in (0.5, 10.0))
-    first = (1 + gradients) * weights  # what nothing comes before, and nothing after
-    assert weight_seconds(own, 3, *slow, 16) == pytest.approx(3 * first)
-    late = MODEL.layers * (0.5 + 0.5 + gradients) * weights
-    assert weight_seconds(own, 3, *fast, 16) == pytest.approx(3 * (late + first))
-    # ZeRO-2 has the whole backward for all gradients.
-    whole = own.cluster.gather(2.0 * own.stage_parameters, 16)
-    assert weight_seconds(replace(own, sharding="zero2"), 3, 0.0, whole, 16) == pytest.approx(whole)
 
 
 def test_as_many_servers_as_have_equally_much_to_do() -> None:
@@ -271,38 +228,6 @@ def test_what_cannot_be_divided(changes: dict[str, Any], words: str) -> None:
 def test_costs_in_pairs_give_no_seconds() -> None:
     with pytest.raises(CADConfigError, match="in pairs; expected a profile"):
         Setting(MODEL, Cluster(4, 4, machine()), PAIRS)
-
-
-def test_tensor_parallel_ranks_share_heads_and_pay_for_activations() -> None:
-    own = setting(16, 8, tensor=8)
-    assert (own.seats, own.shape.query_heads, own.shape.groups) == (2, 4, 1)
-    assert own.hosts is not None and own.hosts.tolist() == [0, 1]
-    assert setting(16, 16, tensor=8).hosts is None
-    uneven = Setting(MODEL, Cluster(4, 1, machine(), sizes=(3, 1)), COST)
-    assert uneven.hosts is not None and uneven.hosts.tolist() == [0, 0, 0, 1]
-    stages = setting(8, 4, pipeline=2)
-    assert stages.hosts is not None and stages.hosts.tolist() == [0] * 4 + [1] * 4
-    tokens, size = np.array([1000.0, 0.0]), 1000 * 2 * 4096
-    hops = size / stages.machine.between + stages.machine.latency, 0.0
-    assert non_attention(stages, tokens).hop == pytest.approx(hops), "a row without tokens is sent to nobody"
-    tokens = np.array([1000.0])
-    once = 4 * MODEL.layers * (1000 * 2 * 4096 * 7 / 8 / own.machine.collective + own.machine.latency)
-    assert non_attention(own, tokens).tensor[0] == pytest.approx([once])
-    assert not non_attention(setting(), tokens).tensor.any()
-
-
-def test_ranks_of_ulysses_share_heads_and_tokens_but_no_weights() -> None:
-    own, alone = setting(16, 8, sequence=8), setting(16, 8)
-    assert (own.seats, own.shape.query_heads, own.shape.groups) == (2, 4, 1)
-    assert own.hosts is not None and own.hosts.tolist() == [0, 1]
-    # Q and O have 32 heads, K and V 8 each: of a rank's 125 tokens 7 of 8 heads go to others.
-    tokens, size = np.array([1000.0]), 125 * (2 * 32 + 2 * 8) * 128 * 2
-    assert non_attention(own, tokens).tensor[0] == pytest.approx([MODEL.layers * own.cluster.all_to_all(size, 8)])
-    assert non_attention(own, tokens).layers == pytest.approx(non_attention(alone, tokens / 8).layers)
-    assert own.stage_parameters == alone.stage_parameters
-    assert state_bytes(own, own.seats) == pytest.approx(state_bytes(alone, alone.seats))
-    assert weight_seconds(own, 1, 0.0, 0.0, own.seats) == weight_seconds(alone, 1, 0.0, 0.0, alone.seats)
-    assert own.kind_of_run("cad") != alone.kind_of_run("cad")
 
 
 @pytest.mark.parametrize("like, change, words", [
