@@ -243,9 +243,8 @@ def cut_stream(lengths: Ints, tokens_per_rank: int, zigzag: bool = False) -> Int
     rank = expand(first, count)
     low = np.maximum(rank * tokens_per_rank, begins[document]) - begins[document]
     high = np.minimum((rank + 1) * tokens_per_rank, ends[document]) - begins[document]
-    plain = np.stack([document, rank, low, high], axis=1)
     if not zigzag:
-        return plain
+        return np.stack([document, rank, low, high], axis=1)
     # Rows before a rank's in the stream, halved, are those before its first piece and behind its second.
     size = lengths[document]
     early = np.stack([document, rank, (low + 1) // 2, (high + 1) // 2], axis=1)
@@ -279,8 +278,7 @@ def assemble(local: list[LocalSegments]) -> Layout:
         raise CADDataError(_starts_inside(int(rank[0]), int(begin[0]), "no rank before it has a document"))
     order = np.lexsort((begin, segments.document))
     goes_on = np.diff(segments.document[order]) == 0
-    wrong = np.flatnonzero(goes_on & (begin[order][1:] != end[order][:-1]))
-    if len(wrong):
+    if len(wrong := np.flatnonzero(goes_on & (begin[order][1:] != end[order][:-1]))):
         before, at = order[wrong[0]], order[wrong[0] + 1]
         if rank[before] != rank[at] and offset[at] == offset[rank == rank[at]].min():
             found = f"the document before it, on rank {rank[before]}, ended at {end[before]}"

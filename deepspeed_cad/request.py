@@ -33,8 +33,7 @@ class Request:
 
 def read_environment() -> Request | None:
     """The request of the environment. Raises CADConfigError where it is not a "cad" block."""
-    text = os.environ.get(VARIABLE, "")
-    if not text:
+    if not (text := os.environ.get(VARIABLE, "")):
         return None
     try:
         block = json.loads(text)

@@ -110,8 +110,7 @@ def run_script(script: str, words: Sequence[str], is_module: bool, request: Requ
     # The .pth file of the installation has loaded the hook; processes that the script starts have CAD by it alone.
     hooked = "_deepspeed_cad_autoload" in sys.modules
     request.publish()
-    armed = arm()
-    if armed is None:
+    if (armed := arm()) is None:
         logger.warning('deepspeed_cad: "enabled" is false: the script runs without CAD')
     elif not hooked:
         logger.warning(

@@ -227,7 +227,6 @@ class Session:
         return self.feeds[-1]
 
     def find_binding(self, model: torch.nn.Module) -> Any:
-        """What was bound to a model, through any wrapper, or None."""
         return next((self.bindings[module] for module in model.modules() if module in self.bindings), None)
 
     def find_number(self, number: int) -> Any:
@@ -246,8 +245,7 @@ class Session:
         `accumulation`: micro-batches per optimizer step; None: what a DeepSpeed engine says, else 1. `global_loss`
         states that the loss is a sum over tokens, divided by one number for the whole step of all ranks: documents may
         then be dealt out to ranks."""
-        binding = self.find_binding(model)
-        if binding is None:
+        if (binding := self.find_binding(model)) is None:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
         settle(binding.feed, model, "" if global_loss else NOT_STATED)
         engine = cast(Any, model)
@@ -305,7 +303,6 @@ class Session:
     # What it says
 
     def facts(self) -> SessionFacts:
-        """The session as it is now."""
         transport, learned = self.transport, self.learned
         return SessionFacts(
             rank=self.rank,
@@ -435,7 +432,6 @@ def _end() -> None:
 
 
 def close_session() -> None:
-    """Close the session of this process, if there is one."""
     while _sessions:
         _sessions.pop().close()
 

@@ -58,12 +58,9 @@ def is_over(event: torch.cuda.Event) -> bool:
     if torch.version.hip is not None or not event.cuda_event:
         return event.query()
     code = _cuda_driver().cuEventQuery(ctypes.c_void_p(event.cuda_event))
-    if code not in (0, _NOT_READY):
+    if code not in (0, 600):  # CUDA_ERROR_NOT_READY
         raise RuntimeError(f"cuEventQuery failed with error {code}")
     return code == 0
-
-
-_NOT_READY = 600
 
 
 @functools.cache

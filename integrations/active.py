@@ -42,12 +42,10 @@ class ActivationCheck:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        """Stop watching."""
         self._handle.remove()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        session = current_session()
-        if session is None or not session.statistics.micro_batches:
+        if (session := current_session()) is None or not session.statistics.micro_batches:
             if self.was_active:  # a session that has ended since
                 self.close()
             if self.was_active or not _changes_anything(optimizer):
@@ -118,8 +116,7 @@ class ProcessCheck(ActivationCheck):
         model = module._modules.get("_orig_mod", module)  # torch.compile
         if host is None or not isinstance(model, host.PreTrainedModel):
             return
-        session = current_session()
-        if session is not None and session is not self._opened:
+        if (session := current_session()) is not None and session is not self._opened:
             self._forward_handle.remove()
             return
         if model in self._known:

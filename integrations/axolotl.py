@@ -31,8 +31,6 @@ class CADArgs(BaseModel):
 
 
 class CADPlugin(BasePlugin):
-    """Turns CAD on for the model that axolotl trains."""
-
     def get_input_args(self) -> str:
         """Where axolotl finds the keys of this plugin."""
         return "deepspeed_cad.integrations.axolotl.CADArgs"
@@ -53,8 +51,7 @@ class CADPlugin(BasePlugin):
         if not config.enabled:
             return
         refuse_accelerator(trainer.accelerator)
-        plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-        if plugin is None:
+        if (plugin := getattr(trainer.accelerator.state, "deepspeed_plugin", None)) is None:
             apply(trainer.model, config)
         else:
             give_deepspeed(plugin.deepspeed_config, config, "the YAML of axolotl")

@@ -154,8 +154,7 @@ class Borders:
         return wide, self._upload(f"rows {gap}", rows, device)
 
     def _upload(self, what: str, values: np.ndarray, device: torch.device) -> torch.Tensor:
-        found = self._on_device.get((what, device))
-        if found is None:
+        if (found := self._on_device.get((what, device))) is None:
             found = torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
             self._on_device[what, device] = found
         return found

@@ -60,7 +60,6 @@ def are_shared(binding: Binding, given: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def within(what: ContextVar[bool]) -> Iterator[None]:
-    """It is so in here."""
     token = what.set(True)
     try:
         yield

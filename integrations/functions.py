@@ -71,8 +71,7 @@ running: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=No
 @torch.compiler.disable
 def cad_mask(*args: Any, **kwargs: Any) -> Any:
     """The mask function: the running forward's descriptor, or the model's own mask outside of one."""
-    scope = running.get()
-    if scope is not None and scope.in_pieces:
+    if (scope := running.get()) is not None and scope.in_pieces:
         return PieceMask(scope.binding, None, kwargs.get("local_size"))
     if scope is None or scope.micro_batch is None:
         name = scope.binding.original if scope is not None else default_attention(kwargs.get("config"))
@@ -122,8 +121,7 @@ def cad_attention(
     if isinstance(attention_mask, Alone):
         return attention_mask.attend(module, query, key, value, **given), None
     if not isinstance(attention_mask, MaskDescriptor):
-        scope = running.get()
-        if scope is not None and scope.micro_batch is not None:
+        if (scope := running.get()) is not None and scope.micro_batch is not None:
             raise CADUnsupportedError(
                 f"{type(module).__name__} got no mask from the mask function: this model bypasses it, so CAD cannot "
                 "know its documents"
@@ -134,8 +132,7 @@ def cad_attention(
                 _warn_of_copy()
         name = scope.binding.original if scope is not None else default_attention(getattr(module, "config", None))
         return local_attention(module, name)(module, query, key, value, attention_mask, **given)
-    session = current_session()
-    if session is not None and session.shares.count > 1:
+    if (session := current_session()) is not None and session.shares.count > 1:
         refuse_heads(module, query, key, s_aux)
     query = as_alone(module, query, attention_mask)
     check: Check | None = attention_mask.micro_batch.check

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 
 ONE_AT_A_TIME = not hasattr(transformers.utils, "output_capturing")
 """Before that file was there, a forward replaced the forwards of its layers to record what they return."""
-
 _WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
 """Arguments that both nano-batches get as they are: no row of them belongs to one token."""
-
 _GOLDEN = 0x9E3779B97F4A7C15
 """An odd number whose multiples are far apart: 2^64 over the golden ratio."""
 

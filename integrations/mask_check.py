@@ -20,7 +20,6 @@ logger = logging.getLogger("deepspeed_cad")
 
 DOCUMENTS, QUERIES = 16, 5
 """How many documents are looked at, and how many queries of each; every query is compared with about ten keys."""
-
 _PLACES = ("cache_position", "attention_mask")
 """Arguments that lie where the mask function's own tensors do; newer versions of transformers say the device."""
 
@@ -64,8 +63,7 @@ def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], 
         if forwards == 0:
             logger.warning("deepspeed_cad: transformers passed no mask function; the model's mask is not checked")
         return
-    rows = local.tokens
-    if rows == 0:
+    if (rows := local.tokens) == 0:
         return
     batch, width, query_base, key_base = _geometry(given)
     if batch * width != rows or int(given.get("kv_length", width)) != width:
@@ -78,13 +76,11 @@ def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], 
     if len(query) == 0:
         return
     columns = np.stack([query // width, query * 0, query % width + query_base, key % width + key_base])
-    shown = _evaluate(function, columns, given, forwards)
-    if shown is None:
+    if (shown := _evaluate(function, columns, given, forwards)) is None:
         return
     distance = position[query] - position[key]
     expected = (distance >= 0) & (distance < (np.inf if window is None else window))
-    wrong = np.flatnonzero((document[query] == document[key]) & (shown != expected))
-    if len(wrong):
+    if len(wrong := np.flatnonzero((document[query] == document[key]) & (shown != expected))):
         q, k = int(query[wrong[0]]), int(key[wrong[0]])
         said = "shows" if shown[wrong[0]] else "hides"
         does = "would use" if expected[wrong[0]] else "would not use"

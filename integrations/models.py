@@ -42,8 +42,6 @@ _MACHINE_FIELDS = {"_name_or_path", "name_or_path", "_commit_hash", "transformer
 
 
 class Refusal(NamedTuple):
-    """Why a model is refused."""
-
     found: str
     """What it is in the model: a config field with its value, or a module."""
     reason: str
@@ -53,8 +51,7 @@ class Refusal(NamedTuple):
 def find_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside wrappers; of several side by side, as a vision tower and a decoder, the first that
     CAD can have."""
-    found = _side_by_side(model)
-    if not found:
+    if not (found := _side_by_side(model)):
         raise CADUnsupportedError(
             f"{type(model).__name__} contains no transformers model: attention of your own calls deepspeed_cad.open"
         )
@@ -215,14 +212,13 @@ def _of_interface(model: PreTrainedModel) -> Iterator[Refusal]:
 
 
 def _of_scores(model: PreTrainedModel) -> Iterator[Refusal]:
-    bias = "it adds a bias to the attention scores; CAD's kernels add none"
     for name, value in _fields(model.config):
         key = name.rsplit(".", 1)[-1]
         if (
             (key in ("alibi", "use_alibi", "relative_attention_num_buckets") and value)
             or (key == "position_embedding_type" and value in ("alibi", "relative_key", "relative_key_query"))
         ):  # fmt: skip
-            yield Refusal(f"{name} is {value!r}", bias)
+            yield Refusal(f"{name} is {value!r}", "it adds a bias to the attention scores; CAD's kernels add none")
         if _ATTENTION_DROPOUT.search(key):
             yield from _dropout(name, value, name)
     layer_scaled = getattr(model.config, "scale_attn_by_inverse_layer_idx", False)
@@ -258,8 +254,7 @@ def refuse_checkpointing(decoder: nn.Module) -> None:
     """Raise CADUnsupportedError for reentrant checkpointing of a mixture of experts. `decoder`: the module whose layers
     are checkpointed. Reentrant checkpointing runs the first forward without autograd, so the router's logits, which
     leave the layer on the side, lose the gradient of the auxiliary loss."""
-    config = getattr(decoder, "config", None)
-    if config is None or not is_mixture(config):
+    if (config := getattr(decoder, "config", None)) is None or not is_mixture(config):
         return
     for module in decoder.modules():
         if getattr(module, "gradient_checkpointing", False):

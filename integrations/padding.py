@@ -79,10 +79,9 @@ def counts(padded_BS: Bools, given: Mapping[str, Any]) -> bool | None:
     """Whether labels count outputs of padding, from what the whole model was called with; None: nobody knows.
 
     `labels` are looked at as those of the same row and of the row before, `shift_labels` as those of the same row."""
-    ignored = given.get("ignore_index", IGNORED)
     for name, shifted in (("shift_labels", False), ("labels", True)):
         labels = given.get(name)
         if isinstance(labels, torch.Tensor) and labels.shape == padded_BS.shape:
-            used = (labels.detach() != ignored).cpu().numpy()
+            used = (labels.detach() != given.get("ignore_index", IGNORED)).cpu().numpy()
             return bool((used & padded_BS).any()) or (shifted and bool((used[:, 1:] & padded_BS[:, :-1]).any()))
     return None

@@ -38,8 +38,7 @@ def install_attention(stage: torch.nn.Module, binding: Any) -> int:
     AttentionMaskInterface.register(NAME, window_mask)
     found = 0
     for module in stage.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
+        if (config := getattr(module, "config", None)) is not None and hasattr(config, "_attn_implementation"):
             refuse_dropout(config)
             config._attn_implementation = NAME
             if "Attention" in type(module).__name__:
@@ -167,8 +166,6 @@ class Norm(_Inner):
 
 
 class Head(_Inner):
-    """Logits."""
-
     def forward(self, hidden: torch.Tensor) -> Any:
         return self.inner(hidden)
 

@@ -36,9 +36,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
 
-TIED = "embedding"
-"""Key of DeepSpeed's tied layers: the embedding, which is also the head."""
-
 
 def to_pipeline(model: str | os.PathLike[str] | PreTrainedModel, stages: int, **settings: Any) -> PipelineModule:
     """A pipeline of a causal model; pass it to `deepspeed.initialize` as any PipelineModule.
@@ -171,7 +168,7 @@ class _Tied(TiedLayerSpec):
 
     def __init__(self, build: Callable[[], torch.nn.Module] | None, as_head: bool = False) -> None:
         forward = Embedding.as_head if as_head else None
-        super().__init__(TIED, Embedding, forward_fn=forward, tied_weight_attr="inner.weight")
+        super().__init__("embedding", Embedding, forward_fn=forward, tied_weight_attr="inner.weight")
         self._make = build
 
     def build(self, log: bool = False) -> Any:

@@ -129,8 +129,7 @@ class _Recurrent:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole = super().forward  # type: ignore[misc]
-        inside = _inside.get()
-        if inside is None:
+        if (inside := _inside.get()) is None:
             return whole(*args, **kwargs)
         inside.seen += 1
         return _run(self, whole, inside, args, kwargs)

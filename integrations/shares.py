@@ -36,8 +36,7 @@ def find_replica(model: torch.nn.Module) -> Replica | None:
     parameters lie on a mesh of which it is not known what its axes divide."""
     if not dist.is_initialized():
         return None
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None and not mesh.mesh_dim_names:
+    if (mesh := getattr(model, "_device_mesh", None)) is not None and not mesh.mesh_dim_names:
         # Before it had meshes of several axes, transformers named none: that of tensor parallelism.
         return Replica(tuple(mesh.mesh.reshape(-1).tolist()))
     whole = any("FSDP" in type(module).__name__ for module in model.modules())

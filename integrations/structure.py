@@ -53,7 +53,6 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList | None:
-    """The list of decoder layers."""
     found = (getattr(decoder, name, None) for name in ("layers", "h", "blocks"))
     return next((layers for layers in found if isinstance(layers, nn.ModuleList)), None)
 
@@ -86,7 +85,6 @@ def default_attention(config: Any) -> str:
 
 
 def local_attention(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The attention of that name for a module."""
     eager: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if name == "eager" and eager is not None:
         return eager

@@ -37,12 +37,8 @@ _steps: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Attention(VarlenAttention):
-    """Attention of one layer."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """See VarlenAttention.Config."""
-
         block: dict[str, Any] = field(default_factory=dict)
         """The "cad" block."""
 
@@ -55,7 +51,6 @@ class Attention(VarlenAttention):
         self.window = None if back < 0 else back + 1
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """See Module.parallelize."""
         for axis, what in (("pp", "pipeline"), ("cp", "context")):
             if getattr(parallel_dims, axis) > 1:
                 raise CADUnsupportedError(
@@ -78,7 +73,6 @@ class Attention(VarlenAttention):
         out_transform: Callable[..., torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See VarlenAttention.forward."""
         if out_transform is not None:
             raise CADUnsupportedError("out_transform needs the logarithms of sums, which stay where attention ran")
         with spmd.no_typecheck():

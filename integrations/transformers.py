@@ -248,7 +248,6 @@ class Binding:
         return model is not None and not (model.training and torch.is_grad_enabled())
 
     def follow(self) -> None:
-        """This rank has no further forward without backward: attend for ranks that have, until none has any."""
         forward_only.follow(self)
 
     def _hand_borders(self, micro_batch: MicroBatch, shape: tuple[int, int]) -> dict[str, Any]:

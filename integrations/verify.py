@@ -61,8 +61,6 @@ class Alone:
 
 
 class Check:
-    """One verified micro-batch."""
-
     def __init__(self, micro_batch: MicroBatch, number: int, of: int, fail: Callable[[CADError], Any]) -> None:
         """`number` of `of`; `fail` stops all ranks with an error."""
         seg = micro_batch.layout.segments
@@ -185,13 +183,9 @@ class Check:
         ends = np.cumsum([one.stop - one.start for one in self.documents])
         document = int(np.searchsorted(ends, row, side="right"))
         position = row - (int(ends[document - 1]) if document else 0)
-        self._fail(
-            f"{what} differs at position {position} of the document that starts at row "
-            f"{self.documents[document].start}: {float(a.flatten()[at]):.7g} with CAD, {float(b.flatten()[at]):.7g} "
-            "without",
-            error,
-            allowed,
-        )
+        place = f"position {position} of the document that starts at row {self.documents[document].start}"
+        values = f"{float(a.flatten()[at]):.7g} with CAD, {float(b.flatten()[at]):.7g} without"
+        self._fail(f"{what} differs at {place}: {values}", error, allowed)
 
     def _fail(self, what: str, error: float, allowed: float) -> None:
         self.fail(
@@ -229,14 +223,12 @@ class _Call:
 
     def compare_gradients(self, inputs: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
         """dQ, dK, dV against those of plain attention for the same dO."""
-        do = self.do_THV
-        if do is None:
+        if (do := self.do_THV) is None:
             return
         sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in inputs]
         for rows, keys, leaves, o in self.blocks(inputs):
-            for total, part, one in zip(
-                sums, (rows, keys, keys), torch.autograd.grad(o, leaves, do[rows].to(o.dtype)), strict=True
-            ):
+            found = torch.autograd.grad(o, leaves, do[rows].to(o.dtype))
+            for total, part, one in zip(sums, (rows, keys, keys), found, strict=True):
                 total[part] += one
         size_q, size_k, size_v, size_do = (float(x.double().norm(dim=-1).square().mean().sqrt()) for x in (*inputs, do))
         sizes = (size_do * size_v * size_k * self.rule.scale, size_do * size_v * size_q * self.rule.scale, size_do)

@@ -91,8 +91,7 @@ class StepMessage:
     @classmethod
     def from_array(cls, values: Ints) -> StepMessage:
         count = int(values[0])
-        ends = 3 + count + np.cumsum(values[2 : 3 + count])
-        padding, *micro_batches, _ = np.split(values[3 + count :], ends - 3 - count)
+        padding, *micro_batches, _ = np.split(values[3 + count :], np.cumsum(values[2 : 3 + count]))
         return cls([Announcement.from_array(one) for one in micro_batches], int(values[1]), padding)
 
 

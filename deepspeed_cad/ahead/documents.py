@@ -27,11 +27,9 @@ NUMBERING = "seq_idx"
 
 OF_TEXT = 4
 """Axes of positions of which the first is that of text; with three there is none."""
-
 PADDING, GOES_ON, BEGINS = 0, 1, 2
 """What a row of the micro-batch is: padding, a token of the document before it, or the first token of one."""
 _IS = ("padding", "a token of the same document as the one before", "the first token of a document")
-
 HIDING = -1e4
 """An additive mask hides a key by this or less. No score is as large, so softmax makes 0 of it."""
 _PAIRS = 2**25
@@ -133,8 +131,7 @@ def batch_shape(given: Mapping[str, Any]) -> tuple[int, int]:
 def _compare(first: _Source, other: _Source, width: int) -> None:
     most = BEGINS if first.documents and other.documents else GOES_ON
     rows = np.stack([first.rows, other.rows]).clip(max=most)
-    wrong = np.flatnonzero(rows[0] != rows[1])
-    if len(wrong):
+    if len(wrong := np.flatnonzero(rows[0] != rows[1])):
         token = f"token {wrong[0] % width} of batch row {wrong[0] // width}"
         by_first, by_other = (_IS[one] if most == BEGINS else ("padding", "a token")[one] for one in rows[:, wrong[0]])
         raise CADDataError(
@@ -148,8 +145,7 @@ def _read_lengths(given: Mapping[str, Any], batch: int, width: int) -> Iterator[
         if given.get(name) is None:
             continue
         rows = _rows(segments_from_cumulative(_numpy(given[name]), batch * width, name))
-        crossed = np.flatnonzero(rows.reshape(batch, width)[:, 0] == GOES_ON)
-        if len(crossed):
+        if len(crossed := np.flatnonzero(rows.reshape(batch, width)[:, 0] == GOES_ON)):
             raise CADDataError(
                 f"{name} and the shape of the micro-batch, [{batch}, {width}], disagree: a document goes on from batch "
                 f"row {crossed[0] - 1} to {crossed[0]}. Let documents end with their row, or flatten the batch to one"
@@ -192,8 +188,7 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
         row, column = np.nonzero(begins)
         number = values[row, column]
         _, first = np.unique(np.stack([row, number]), axis=1, return_index=True)
-        again = np.setdiff1d(np.arange(len(number)), first)
-        if len(again):
+        if len(again := np.setdiff1d(np.arange(len(number)), first)):
             raise CADDataError(
                 f"{name}[{row[again[0]]}, {column[again[0]]}] goes back to document {number[again[0]]}, which ended "
                 "before: the tokens of a document lie together"

@@ -48,8 +48,6 @@ class EpochOverError(CADPeerError):
 
 
 class Feed:
-    """The micro-batches of one model, in the order in which it trains them."""
-
     def __init__(self, plans: Plans, fingerprint: str, number: int | None = 0) -> None:
         """`fingerprint` of the model is compared between ranks; `number`: how many models had CAD before this one. None
         for a model that is only looked at, such as a reference: ranks may have other ones of these, so it gets a number

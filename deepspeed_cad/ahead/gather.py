@@ -188,8 +188,7 @@ class Gatherer:
         return self.broken
 
     def _compare(self, headers: np.ndarray) -> None:
-        failed = np.flatnonzero(headers[:, _STATE] == State.FAILED).tolist()
-        if failed:
+        if failed := np.flatnonzero(headers[:, _STATE] == State.FAILED).tolist():
             # All ranks met, so their collectives are still in step: what was announced before can be trained.
             known = [(rank, self.liveness.reason(rank) or "could not read its micro-batch") for rank in failed]
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in known)
@@ -223,8 +222,7 @@ def _join(headers: np.ndarray) -> None:
     """Ranks that ran out of forwards without backward follow the others, whichever model these run next."""
     looks = headers[:, _WHAT] == What.LOOK
     ended = headers[:, _STATE] == State.ENDED
-    going = np.flatnonzero(looks & (headers[:, _STATE] == State.GOING))
-    if len(going):
+    if len(going := np.flatnonzero(looks & (headers[:, _STATE] == State.GOING))):
         columns = [_MODEL, _WHICH, _EPOCH, _INDEX]
         headers[np.ix_(looks & ended, columns)] = headers[going[0], columns]
 

@@ -156,19 +156,17 @@ class Source:
         self.error: Exception | None = None
 
     def take(self, count: int) -> list[Any]:
-        """Up to `count` batches."""
         taken: list[Any] = []
         while len(taken) < count and not self.ended:
             try:
                 taken.append(next(self._batches))
             except StopIteration:
                 self.ended = True
-                break
             except Exception as error:
                 self.ended, self.error = True, error
-                break
-            # Asked once more, Accelerate's loader would leave its state before the batches read ahead were trained.
-            self.ended = self._says_end and self._loader.end_of_dataloader
+            else:
+                # Asked once more, Accelerate's loader would leave its state before the batches read ahead were trained.
+                self.ended = self._says_end and self._loader.end_of_dataloader
         return taken
 
     def finish(self) -> None:

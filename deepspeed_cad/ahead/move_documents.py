@@ -112,15 +112,13 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
         if positions.reshape(-1, shape[1])[0].cpu().numpy()[local.offset].any():
             return "its position_ids do not start again at 0 at each document, as they must wherever it goes"
     per_token, derived = [], []
-    for name in sorted(batch):
-        value = batch[name]
+    for name, value in sorted(batch.items()):
         found = _read_field(name, value, shape)
         numbers = name in CUMULATIVE or name in LONGEST or name == NUMBERING
         if numbers and padded:
             return f'its field "{name}" numbers the tokens of a batch of several rows'
-        if numbers or (name == POSITIONS and padded and _counts_up(value, shape)):
-            derived.append(name)
-        elif name == MASK and not padded and found is not None:
+        counts_up = name == POSITIONS and padded and _counts_up(value, shape)
+        if numbers or counts_up or (name == MASK and not padded and found is not None):
             derived.append(name)
         elif found is not None:
             per_token.append(found)

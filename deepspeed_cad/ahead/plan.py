@@ -149,8 +149,7 @@ class Plans:
 
     def open_local(self, local: LocalSegments) -> MicroBatch:
         """A micro-batch that a rank attends alone, as in evaluation. Raises CADDataError where documents span ranks."""
-        inside = local.begin[local.begin > 0]
-        if len(inside):
+        if len(inside := local.begin[local.begin > 0]):
             raise CADDataError(
                 f"a forward without backward runs attention on each rank alone, but a document of rank "
                 f"{self.gatherer.rank} starts at position {int(inside[0])}, so it began on another rank. Set "
@@ -216,8 +215,7 @@ class Plans:
 
     def _waves(self, crew: Crew, known: Starts | None) -> tuple[int, ...]:
         """In how many waves plans may move; the same on every rank."""
-        transport = crew.transport
-        if transport is None or not isinstance(self.config.waves, str):
+        if (transport := crew.transport) is None or not isinstance(self.config.waves, str):
             return self.given_waves()
         if crew.servers is not None:
             alternates = transport.two_ways and known is not None and known.alternation is not None

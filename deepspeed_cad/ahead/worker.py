@@ -98,8 +98,7 @@ class Worker:
 
     def _run_next(self) -> bool:
         # A call of its own: until the next job comes, this thread holds nothing of a micro-batch.
-        item = self._jobs.get()
-        if item is None:
+        if (item := self._jobs.get()) is None:
             return False
         future, job = item
         try:

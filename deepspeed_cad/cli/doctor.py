@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the report; 0 where the core works, else 1."""
     report = examine()
     works, summary = core_works(report), summarise(report)
     if args.json:
@@ -252,8 +251,7 @@ def try_devices() -> list[Finding]:
     """Every GPU that torch sees, and which of them reach each other's memory."""
     import torch
 
-    count = torch.cuda.device_count()
-    if not count:
+    if not (count := torch.cuda.device_count()):
         return [Finding("GPUs", False, "torch sees no GPU: attention runs on the CPU")]
     found = [Finding("GPUs", True, f"{count} × CUDA {torch.version.cuda}")]
     for index in range(count):

@@ -33,7 +33,6 @@ Tell = Callable[[str], None]
 
 NOISY = 0.15
 """Mean relative error of the fit that only noise explains; kernels alone leave 3 to 6 %."""
-
 ATTEMPTS = 3
 """How often everything is measured where the times do not fit; the least of each call counts."""
 

@@ -15,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until the training ends; gives the exit code."""
     host, _, port = args.rendezvous.rpartition(":")
     if not host or not port.isdigit():
         raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")

@@ -77,8 +77,7 @@ class LinkSpeeds:
         return Links(self._speeds[INSIDE], self._speeds[BETWEEN], self.start.source + ", corrected" * changed)
 
     def _correct(self, kind: int, first: float | None, nanoseconds: Ints, size: Ints) -> None:
-        speed = self._speeds[kind]
-        if speed is None or first is None or not size.any():
+        if (speed := self._speeds[kind]) is None or first is None or not size.any():
             return
         self._seconds[kind] += nanoseconds / 1e9
         self._bytes[kind] += size

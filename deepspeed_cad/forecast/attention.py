@@ -22,7 +22,7 @@ from deepspeed_cad.forecast.setting import STATE, Setting
 from deepspeed_cad.layout import Ints, Layout, Segments, Tick
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVE_SECONDS
 from deepspeed_cad.planner.finish import end_of_pass, find_trips
-from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan
+from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Floats, Flows, Plan
 from deepspeed_cad.schedule import build_slices
 from deepspeed_cad.shares import MOST_PIECES
 
@@ -83,16 +83,13 @@ def moved_bytes(flows: Flows, backward: bool = True) -> Floats:
     return (there * flows.bytes[QKV_RECEIVED] + back * flows.bytes[O_SENT]).sum(1)
 
 
-def link_seconds(machine: Machine, amount: Floats) -> Floats:
-    """[ranks]: of bytes [2, ranks], inside a host and between hosts; both kinds of links work at once."""
-    return np.maximum(amount[INSIDE] / machine.copies, amount[BETWEEN] / machine.between)
-
-
 def trip_seconds(machine: Machine, flows: Flows) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of a layer's exchanges there, forward and backward, and back; the busier direction counts."""
 
+    rates = np.array([[machine.copies], [machine.between]])  # INSIDE, BETWEEN: both kinds of links work at once
+
     def longest(*amounts: Floats) -> float:
-        return max(float(link_seconds(machine, amount).max()) for amount in amounts)
+        return max(float((amount / rates).max()) for amount in amounts)
 
     left, there, back, home = (flows.bytes[kind] for kind in (QKV_SENT, QKV_RECEIVED, O_SENT, O_RECEIVED))
     return (longest(there, left), longest(there + back, left + home)), (longest(back, home), longest(there, left))

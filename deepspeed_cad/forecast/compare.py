@@ -200,8 +200,7 @@ def _reason(comparison: Comparison, best: Foreseen) -> str:
         )
     if not cad.fits:
         return f"CAD in place needs {say_need(cad)}"
-    balance = comparison.balance(cad)
-    if balance is not None and balance < NEAR:
+    if (balance := comparison.balance(cad)) is not None and balance < NEAR:
         words = f"do not take CAD for balance, which is worth {balance:.2f} times plain"
         if plain is not None and plain.repeats and not cad.repeats:
             words += "; what else it gives, attention that is not repeated, selective checkpointing gives without it"

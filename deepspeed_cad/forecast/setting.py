@@ -229,7 +229,6 @@ class Setting:
 
     @property
     def attending(self) -> int:
-        """Layers that attend."""
         return self.model.attending // self.pipeline
 
     @property
@@ -239,7 +238,6 @@ class Setting:
 
     @property
     def work(self) -> Work:
-        """Seconds per token outside attention."""
         return work_per_token(self.model, self.machine, self.sharing, self.pipeline > 1 or self.loss == "whole")
 
     @property
@@ -256,7 +254,6 @@ class Setting:
 
     @property
     def of_forward(self) -> Setting:
-        """Of a pass without backward."""
         return replace(self, forward_only=True, forwards=0, recompute_attention=False, optimizer=False, made={})
 
     @property

@@ -103,8 +103,7 @@ class Armed:
 @functools.cache
 def arm() -> Armed | None:
     """Arm this process, once, for the request of the environment; None where CAD is not asked for."""
-    request = read_environment()
-    if request is None or not request.config.enabled:
+    if (request := read_environment()) is None or not request.config.enabled:
         return None
     armed = Armed(request)
     wait_for(ASKED_FOR, after_import, ASKED)

@@ -51,8 +51,7 @@ def install() -> None:
 
 def _wrap(owner: ModuleType | type, name: str, run: Callable[..., Any]) -> None:
     """Put `run(original, …)` in the place of a function or method, if that was not done yet."""
-    original = getattr(owner, name, None)
-    if original is None:
+    if (original := getattr(owner, name, None)) is None:
         logger.warning("%s has no %r to attach deepspeed_cad to; use deepspeed_cad.apply(model)", owner.__name__, name)
     elif not hasattr(original, _MARK):  # which whoever wraps it by functools.wraps takes over
         wrapped = functools.wraps(original)(lambda *args, **kwargs: run(original, *args, **kwargs))

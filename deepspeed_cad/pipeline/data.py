@@ -136,8 +136,7 @@ class Reader:
         del self._of(iterator)[:count]
 
     def _of(self, iterator: Any) -> list[Loaded | Exception]:
-        found = next((ahead for known, ahead in self._ahead if known is iterator), None)
-        if found is None:
+        if (found := next((ahead for known, ahead in self._ahead if known is iterator), None)) is None:
             found = []
             # Those of which nothing is kept are forgotten, such as of evaluations.
             self._ahead = [*(one for one in self._ahead if one[1]), (iterator, found)]

@@ -140,8 +140,7 @@ class LockstepSchedule(PipeSchedule):
             going, back = self._move(SendActivation, not last, forward), self._move(SendGrad, not first, backward)
             arriving = self._move(RecvActivation, not first, rounds.forward(r + 1, stage))
             returning = self._move(RecvGrad, not last, rounds.backward(r + 1, stage))
-            even = stage % 2 == 0
-            now += [*going, *arriving, *back, *returning] if even else [*arriving, *going, *returning, *back]
+            now += [*going, *arriving, *back, *returning] if stage % 2 == 0 else [*arriving, *going, *returning, *back]
             if r == rounds.count - 1:
                 now += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             yield now

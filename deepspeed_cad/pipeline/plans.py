@@ -134,8 +134,6 @@ def tick_cost(cost: CostModel, backward: bool) -> CostModel:
 
 
 class StepPlans:
-    """The plans of one optimizer step."""
-
     def __init__(
         self, plans: Plans, places: Sequence[Place], program: Sequence[ProgramTick],
         gather: Callable[[], Documents | None], rounds: Rounds, step: int, orders: bool = True,

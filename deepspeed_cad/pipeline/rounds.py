@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of one optimizer step."""
-
     stages: int
     micro_batches: int
 
@@ -33,7 +31,6 @@ class Rounds:
         return round_ < self.micro_batches + self.stages - 1
 
     def has_backward(self, round_: int) -> bool:
-        """Whether any stage runs backward in a round."""
         return round_ >= self.stages - 1
 
     def in_flight(self, stage: int) -> int:

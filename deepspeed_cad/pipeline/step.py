@@ -54,8 +54,6 @@ class Alone:
 
 
 class PipelineBinding:
-    """CAD on one engine."""
-
     def __init__(self, engine: Any, session: Session) -> None:
         self.engine, self.session = engine, session
         self.feed = session.open_feed(f"pipeline of {engine.num_stages} stages")

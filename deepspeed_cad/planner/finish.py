@@ -100,8 +100,7 @@ def finish_times(problem: PlanInput, work: Floats, flows: Flows, waves: int = 1)
     total = np.zeros(len(work))
     shares = (FORWARD_SHARE, 1.0 - FORWARD_SHARE) if problem.backward else (1.0,)
     for share, (out, back) in zip(shares, trips):
-        turns = problem.alternation
-        if turns is not None:
+        if (turns := problem.alternation) is not None:
             turns = turns._replace(later=turns.later * share)
         total += end_of_pass(routes, out, back, seconds * share, waiting * share, base * share, turns) + begun
     return total

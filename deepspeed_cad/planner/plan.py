@@ -89,7 +89,6 @@ class PlanInput:
 
     @cached_property
     def floors(self) -> Floats:
-        """[ranks]: base loads."""
         return np.ascontiguousarray(np.zeros(self.tick.ranks) if self.base_load is None else self.base_load, np.float64)
 
     @cached_property

@@ -188,8 +188,7 @@ def with_links(cost: CostModel, inside: float | None = None, between: float | No
 
 
 def _integer(fields: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = fields.get(key, default)
-    if value is None:
+    if (value := fields.get(key, default)) is None:
         raise CADConfigError(f"{key} is missing: {KEYS[key]}")
     if type(value) is not int or value < 1:
         raise CADConfigError(f"{key} is {value!r}; expected a whole number of at least 1 ({KEYS[key]})")

@@ -192,10 +192,8 @@ def _object(found: Any, kind: type, where: str) -> dict[str, Any]:
 
 USUAL_SHAPE = HeadShape(32, 8, 128, 128, 2)
 """Of an 8B Llama: what is measured unless one asks for another."""
-
 PAIRS = Profile("pairs", "any", (ShapeCost(USUAL_SHAPE, pair=1.0),), unit="pairs")
 """One per query-key pair, whatever the heads."""
-
 GENERIC_GPU = Profile("any GPU", "any", (ShapeCost(USUAL_SHAPE, pair=1.0, row=490.0, key=250.0),), unit="pairs")
 """Ratios measured on an H200 with FlashAttention-4: a query row costs as much as 490 pairs and a KV row that a task
 reads as much as 250. Other kernels and GPUs lie near them, because both come from tiles and memory traffic that all of

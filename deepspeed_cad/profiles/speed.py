@@ -15,7 +15,7 @@ import torch
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.kernels.registry import KERNELS
-from deepspeed_cad.planner.plan import Floats, HeadShape
+from deepspeed_cad.planner.plan import Floats
 from deepspeed_cad.profiles.measure import Call, time_call
 from deepspeed_cad.profiles.profile import USUAL_SHAPE, Profile, ShapeCost, expected_kernel, machine_name
 
@@ -85,17 +85,13 @@ def in_seconds(ratios: Profile, device: torch.device, kernel: str) -> Profile:
     )
 
 
-def call_shape(device: torch.device) -> HeadShape:
-    """Heads of the call that is timed: one group, some hundred MB on a GPU beside a model that is there already."""
-    shape = replace(USUAL_SHAPE, query_heads=USUAL_SHAPE.heads_per_group, groups=1)
-    return replace(shape, bytes_per_element=4) if device.type == "cpu" else shape
-
-
 def _time(device: torch.device, kernel: str, tokens: int, repeats: int, budget: float) -> float:
     """Seconds of a document, forward and backward."""
     name = expected_kernel(kernel, device)
-    backend = next((one for one in KERNELS if one.name == name), None)
-    if backend is None:
+    if (backend := next((one for one in KERNELS if one.name == name), None)) is None:
         raise CADConfigError(f"there is no kernel {name}")
     call = Call("at the start", np.array([0]), np.array([tokens]), 1)
-    return time_call(backend, device, call_shape(device), call, repeats, budget).seconds
+    # One head group: some hundred MB on a GPU beside a model that is there already.
+    size = 4 if device.type == "cpu" else USUAL_SHAPE.bytes_per_element
+    shape = replace(USUAL_SHAPE, query_heads=USUAL_SHAPE.heads_per_group, groups=1, bytes_per_element=size)
+    return time_call(backend, device, shape, call, repeats, budget).seconds

@@ -36,8 +36,6 @@ LOOK_S = 0.2
 
 
 class ServerLink:
-    """The servers of one trainer."""
-
     def __init__(self, rank: int, connections: dict[int, socket.socket], liveness: Liveness, silent_s: float) -> None:
         """The servers that the job began with; one that says nothing for `silent_s` hangs, and is lost."""
         self.rank, self.liveness, self.silent_s = rank, liveness, silent_s
@@ -148,8 +146,7 @@ class ServerLink:
                     heard[server] = now
             for server in [server for server, last in heard.items() if now - last > self.silent_s]:
                 del heard[server]
-                hangs = "it hangs, or nothing reaches its host"
-                self.lose(server, f"it has said nothing for {self.silent_s:g} s: {hangs}")
+                self.lose(server, f"it has said nothing for {self.silent_s:g} s: it hangs, or nothing reaches its host")
 
     def _why_lost(self, server: int, item: Frame | OSError) -> str:
         """By what it says, or that it says nothing more; "" where it serves."""
@@ -316,8 +313,7 @@ class TrainerLinks:
             return
         well = sorted(trainer for trainer, why in self._left.items() if not why)
         if reason and for_all and well:
-            names = ", ".join(map(str, well))
-            reason += f" (trainers {names} had ended well before: look for a loop that is shorter)"
+            reason += f" (trainers {', '.join(map(str, well))} had ended well before: look for a loop that is shorter)"
         self.reason = reason
         if reason and for_all:
             # For ranks that wait for everyone's word before they call a silent one dead.

@@ -123,8 +123,6 @@ class ServedPass:
 
 @dataclass(eq=False)
 class Call:
-    """One call of one layer."""
-
     setup: CallSetup
     home: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Q, K and V of this rank: no rows, but the shapes of rows."""
@@ -145,8 +143,6 @@ class ServedMicroBatch:
 
 
 class Loop:
-    """Serves one job."""
-
     def __init__(
         self, device: torch.device, choose: Callable[[KernelNeed], Kernel], worker: Worker, budget: int | None
     ) -> None:
@@ -221,10 +217,6 @@ class Loop:
             self.counts.tracer = Tracer(path, steps, self.device, self.rank, ranks, serves=True)
         with self._on_stream(0):
             self.counts.tracer.next_micro_batch()
-
-    def end_trace(self) -> None:
-        if self.counts.tracer is not None:
-            self.counts.tracer.finish()
 
     # Exchanges
 

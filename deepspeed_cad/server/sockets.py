@@ -184,18 +184,14 @@ def find_interface(rendezvous: str, *others: str) -> tuple[socket.AddressFamily,
 
 # Frames
 
-
 _SIZES = struct.Struct("!II")
 MOST_TEXT, MOST_RAW = 1 << 20, 1 << 30
 """Bytes of the head and of the arrays of one frame: where more are announced, its end is not found either."""
-
 MOST_REASON = 4000
 """Characters of a reason, in a frame or on the board."""
 
 
 class Frame(NamedTuple):
-    """One message."""
-
     head: dict[str, Any]
     arrays: list[Ints]
 
@@ -208,8 +204,6 @@ def encode(head: dict[str, Any], arrays: tuple[Ints, ...] = ()) -> bytes:
 
 
 class Inbox:
-    """What arrives on one connection."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._bytes = connection, bytearray()
 
@@ -217,8 +211,7 @@ class Inbox:
         """The frames that are complete with what is there now; call it when there is something, so it does not wait.
 
         Raises OSError where the connection has ended, or what came is no frame."""
-        part = self.connection.recv(1 << 16)
-        if not part:
+        if not (part := self.connection.recv(1 << 16)):
             raise ConnectionResetError("closed by its other end")
         self._bytes += part
         while len(self._bytes) >= _SIZES.size:

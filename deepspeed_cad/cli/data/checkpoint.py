@@ -19,7 +19,6 @@ from deepspeed_cad.forecast.setting import SHAPES, ModelShape, StateLayers
 
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the width of the MLP; where a model has none of them or no value, it is four times the hidden size."""
-
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of how many experts a layer has."""
 
@@ -126,11 +125,10 @@ def _cached(name: str) -> Path:
         ) from error
     try:
         with _quiet():
-            found = cached_file(name, "config.json")
+            return Path(str(cached_file(name, "config.json")))
     except (OSError, ValueError) as error:
         said = f"--model: {name} is no file and cannot be found as a checkpoint: {in_one_line(error)}; {remedy}"
         raise CADConfigError(said) from error
-    return Path(str(found))
 
 
 @contextmanager

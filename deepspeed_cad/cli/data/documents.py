@@ -20,7 +20,6 @@ from deepspeed_cad.forecast.packing import NAMED
 
 FIELDS = ("input_ids", "text", "messages")
 """Columns that are looked for, in this order, where none is named."""
-
 BUILDERS = {
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
@@ -32,10 +31,8 @@ BUILDERS = {
     ".txt": ("text", {"sample_by": "paragraph"}),
 }
 """Which builder of `datasets` reads which files, and its options: blank lines separate the documents of a .txt file."""
-
 REMEDY = 'pip install "deepspeed_cad[plan]"'
 """How to get what reads data sets and texts; lengths and named distributions need nothing."""
-
 BATCH = 256
 """Texts that are tokenized at a time."""
 LIST = re.compile(r"\s*\[\s*\[?\s*[\d.+-]")
@@ -65,8 +62,7 @@ def read_lengths(
     paths = [Path(place) for place in places]
     if all(path.is_file() and _is_numbers(path) for path in paths):
         return [length for path in paths for length in _parse(path)][:limit]
-    lengths = _count_documents(documents(places, field, skipped), tokenizer, limit, tell)
-    if not lengths:
+    if not (lengths := _count_documents(documents(places, field, skipped), tokenizer, limit, tell)):
         why = f"; {len(skipped)} files cannot be read, the first: {skipped[0]}" if skipped else ""
         raise CADDataError(f"{' '.join(places)} holds no documents{why}")
     return lengths
