@@ -48,7 +48,7 @@ def play_role(rank: int, processes: int, port: int, line: str) -> Played:
         if rank >= case.world + case.servers:
             role, config = take_place(f"127.0.0.1:{port}", TIMEOUT_S)
             time.sleep(case.comes[rank - case.world - case.servers])
-            return Played(rank, exit_code=process.serve(role, config, "cpu"))
+            return Played(rank, exit_code=process.serve(role, config, process.choose_device("cpu")))
         request, server = take_role(Request(CADConfig.from_dict(whole_block(case)), "a fuzz case"))
         if server is not None:
             code = process.serve(server, request.config)
