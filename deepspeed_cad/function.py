@@ -88,8 +88,6 @@ def attend(
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise CADUnsupportedError(f"{label}: {name} is learned and would get no gradient: multiply q by it")
-    if not (q_THD.dtype == k_TKD.dtype == v_TKV.dtype or torch.is_autocast_enabled(q_THD.device.type)):
-        raise CADDataError(f"{label}: q, k and v are {q_THD.dtype}, {k_TKD.dtype}, {v_TKV.dtype}; expected one dtype")
     if window is not None and (window < 1 or window != int(window)):
         raise CADDataError(f"{label}: window is {window}; expected at least 1, the token itself, or None for no window")
     # Flash-attention says 0 for no soft cap.

@@ -48,12 +48,11 @@ class ActivationCheck:
         if (session := current_session()) is None or not session.statistics.micro_batches:
             if self.was_active:  # a session that has ended since
                 self.close()
-            if self.was_active or not _changes_anything(optimizer):
-                return
-            self._refuse(
-                f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: "
-                f"{self.kept or _why(session)}. Training stops here, because it would go on without CAD"
-            )
+            elif _trains(optimizer):
+                self._refuse(
+                    f"CAD was asked for ({self.asked_by}) but is not active at the first optimizer step: "
+                    f"{self.kept or _why(session)}. Training stops here, because it would go on without CAD"
+                )
             return
         self.was_active = True
         if session.group_ranks == 1:
@@ -140,10 +139,11 @@ class ProcessCheck(ActivationCheck):
             self._opened = current_session()
 
 
-def _changes_anything(optimizer: Any) -> bool:
-    """torch.distributed.checkpoint and DeepSpeed make an optimizer's state by a step with no gradient but 0."""
+def _trains(optimizer: Any) -> bool:
+    """Whether a step is one of training: torch.distributed.checkpoint and DeepSpeed make an optimizer's state by a step
+    in which all gradients are 0. One without any may have them elsewhere."""
     gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-    return any(bool(getattr(one, "_local_tensor", one).any()) for one in gradients)
+    return not gradients or any(bool(getattr(one, "_local_tensor", one).any()) for one in gradients)
 
 
 def _why(session: Session | None) -> str:

@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from deepspeed_cad.attention.layer import LayerInput
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.function import attend
 from deepspeed_cad.session import current_session
 
@@ -63,7 +63,7 @@ class Scope:
     """The nano-batch that the decoder runs on, where both alternate over it."""
 
 
-_CHANGES = re.compile("indices|bias|alibi|score_mod|soft_?cap|sink|(head|block|position)_mask")
+_CHANGES = re.compile("indices|bias|alibi|score_mod|soft_?cap|sink|(head|block)_mask")
 """In names of arguments that change what attention computes; s_aux and softcap come under their own."""
 running: ContextVar[Scope | None] = ContextVar("deepspeed_cad_scope", default=None)
 
@@ -170,6 +170,8 @@ def attend_layer(
             f"{label} got {key.shape[2]} keys for {query.shape[2]} queries: a KV cache is in use during training; "
             "pass use_cache=False"
         )
+    if not (query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled(query.device.type)):
+        raise CADDataError(f"{label}: q, k and v are {query.dtype}, {key.dtype}, {value.dtype}; expected one dtype")
     o_THV = attend(
         run, flat(query), flat(key), flat(value), layer=module, label=label,
         softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,

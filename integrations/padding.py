@@ -36,19 +36,9 @@ def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str,
     """Refuse a forward whose labels count rows of padding that the model's attention would not give zeros; say once
     that nobody knows. `given`: what the decoder was called with."""
     padded = (micro_batch.local().positions() == PADDING).reshape(batch_shape(given))
-    mask: Any = given.get(MASK)
-    packed = (micro_batch.local().begin == 0).sum() > len(padded) and all(
-        given.get(name) is None for name in CUMULATIVE
-    )
-    if packed and getattr(mask, "ndim", 0) == 2 and not binding.session.rank and binding not in _shown:
-        _shown.add(binding)
-        if bool((mask == 1).all()):
-            notice(
-                "attention_mask has nothing but ones, and position_ids start again inside rows: transformers then lets "
-                "documents of a row see each other, and CAD does not, so losses differ from those without CAD"
-            )
     if not padded.any():
         return
+    mask: Any = given.get(MASK)
     hidden = mask is not None and not (mask.ndim == 2 and bool(mask.all()))
     masked = hidden and mask.ndim == 2 and not binding.chunked
     own, rank = binding.original, binding.session.rank
@@ -72,6 +62,22 @@ def check_padding(binding: Binding, micro_batch: MicroBatch, given: Mapping[str,
             f"rows of padding get zeros from attention, as from FlashAttention; {own} would let them attend. CAD sees "
             "no labels here, so it cannot tell whether the loss leaves padding out, as it must. A model that is loaded "
             'with attn_implementation="flash_attention_2" gets zeros without CAD, too'
+        )
+
+
+def tell_of_ones(binding: Binding, micro_batch: MicroBatch, given: Mapping[str, Any]) -> None:
+    """Say once where the model's own attention would let documents of a row see each other."""
+    mask: Any = given.get(MASK)
+    if binding.session.rank or binding in _shown or getattr(mask, "ndim", 0) != 2:
+        return
+    inside = (micro_batch.local().begin == 0).sum() > len(mask)
+    if not inside or any(given.get(name) is not None for name in CUMULATIVE):
+        return
+    _shown.add(binding)
+    if bool((mask == 1).all()):
+        notice(
+            "attention_mask has nothing but ones, and position_ids start again inside rows: transformers then lets "
+            "documents of a row see each other, and CAD does not, so losses differ from those without CAD"
         )
 
 

@@ -21,7 +21,7 @@ from deepspeed_cad.integrations.borders import Borders, find_borders
 from deepspeed_cad.integrations.functions import NAME, Scope, cad_attention, cad_mask, running
 from deepspeed_cad.integrations.interleaved import interleave
 from deepspeed_cad.integrations.mask_check import is_due
-from deepspeed_cad.integrations.padding import check_padding
+from deepspeed_cad.integrations.padding import check_padding, tell_of_ones
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.shares import find_replica, find_ulysses, refuse_parts_of_heads
@@ -194,6 +194,7 @@ class Binding:
         empty = 0 in batch_shape(given)
         if not (empty or follows) and self.ulysses is None:
             check_padding(self, micro_batch, given)
+            tell_of_ones(self, micro_batch, given)
         shown = int(micro_batch.local().end.max(initial=0)) if getattr(given.get(MASK), "ndim", 2) == 4 else 0
         running.set(Scope(self, micro_batch, training, shared, unread, empty, shown=shown))
         if training and self.forwards < self.session.config.verify:

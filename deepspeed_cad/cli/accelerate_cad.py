@@ -73,7 +73,8 @@ def insert_run(words: list[str]) -> list[str]:
             "a Python script"
         )
     at = len(words) - len(read.training_script_args) - 1
-    at -= words[at] == "--"
+    if words[at] == "--":  # behind the script, of which accelerate reads it off
+        at -= 1
     # With --module accelerate takes ours for the module, and ours is told that the script is one.
     return [*words[:at], *(["deepspeed_cad.run", "-m"] if read.module else ["-m", "deepspeed_cad.run"]), *words[at:]]
 

@@ -6,7 +6,7 @@ of transformers' collators. Out: pairs for DeepSpeed, with their documents.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +21,20 @@ class Loaded:
     """Inputs and labels, as DeepSpeed loads them."""
     documents: Announcement
     """With its token ids, which stages compare."""
-    batch: Any
+    given_out: Any
     """What the loader gave, of which `change` made this."""
-    change: Callable[[Any], Any] | None = None
+    change: Callable[[Any], Any] | None
 
 
-def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
-    """A micro-batch as DeepSpeed takes it, and its documents.
+def read_micro_batch(given_out: Any, has_loss: bool, change: Callable[[Any], Any] | None = None) -> Loaded:
+    """A micro-batch as DeepSpeed takes it, and its documents. `given_out`: by a loader; `change`: makes of it what is
+    trained (`set_batch_fn`).
 
     `has_loss`: the module has a loss function, so labels are needed. Inputs are token ids [batch, tokens], or a tuple
     of token ids and position ids; of a dict everything is read that says where documents are. Raises CADDataError
     where inputs are something else, contradict themselves, or nothing is trained, and CADUnsupportedError for padding.
     """
+    batch = change(given_out) if change else given_out
     inputs, labels = _pair(batch)
     if has_loss:
         _check_labels(labels)
@@ -50,7 +52,7 @@ def read_micro_batch(batch: Any, has_loss: bool) -> Loaded:
             f"a document of a micro-batch starts at position {int(local.begin.max())}: in a pipeline every "
             "micro-batch holds whole documents"
         )
-    return Loaded((inputs, labels), mine, batch)
+    return Loaded((inputs, labels), mine, given_out, change)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -108,9 +110,8 @@ class Reader:
         self, iterator: Iterator[Any] | None, count: int, has_loss: bool, change: Callable[[Any], Any] | None = None,
         early: bool = False,
     ) -> list[Loaded] | None:  # fmt: skip
-        """The next micro-batches of a loader, which stay the next ones; None where it ends before. `change`: makes of
-        what it gives what is trained (`set_batch_fn`). `early`: where one cannot be read, None too, and the error when
-        it is due."""
+        """The next micro-batches of a loader, which stay the next ones; None where it ends before. Read again where
+        `change` is another now. `early`: where one cannot be read, None too, and the error when it is due."""
         if iterator is None:
             raise CADDataError(
                 "this stage loads data and has none: pass data_iter to train_batch on the first and the last stage"
@@ -119,9 +120,9 @@ class Reader:
         for at in range(count):
             try:
                 if at == len(ahead):
-                    ahead.append(_read(next(iterator), has_loss, change))
+                    ahead.append(read_micro_batch(next(iterator), has_loss, change))
                 elif isinstance(known := ahead[at], Loaded) and known.change is not change:
-                    ahead[at] = _read(known.batch, has_loss, change)
+                    ahead[at] = read_micro_batch(known.given_out, has_loss, change)
             except StopIteration:
                 return None
             except Exception as error:
@@ -141,7 +142,3 @@ class Reader:
             # Those of which nothing is kept are forgotten, such as of evaluations.
             self._ahead = [*(one for one in self._ahead if one[1]), (iterator, found)]
         return found
-
-
-def _read(batch: Any, has_loss: bool, change: Callable[[Any], Any] | None) -> Loaded:
-    return replace(read_micro_batch(change(batch) if change else batch, has_loss), batch=batch, change=change)

@@ -97,7 +97,7 @@ def gather_documents(
             if not first.local.same_as(other.local) or first.ids != other.ids:
                 shapes = [f"{one.local.tokens} tokens in {len(one.local.begin)} documents" for one in (first, other)]
                 if first.local.same_as(other.local):
-                    shapes[1] = "as many of other ones"
+                    shapes[1] = "as many, but other ones,"
                 raise CADDataError(
                     f"micro-batch {m} of replica {replica} has {shapes[0]} on the first stage and {shapes[1]} on the "
                     "last: both must read the same data in the same order. Give all ranks of a replica the same loader "

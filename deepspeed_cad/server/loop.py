@@ -218,6 +218,10 @@ class Loop:
         with self._on_stream(0):
             self.counts.tracer.next_micro_batch()
 
+    def end_trace(self) -> None:
+        if self.counts.tracer is not None:
+            self.counts.tracer.finish()
+
     # Exchanges
 
     def _dispatch(self, head: dict[str, Any], arrays: list[Ints]) -> None:

@@ -166,8 +166,8 @@ class _Server:
                     elif self._links.called <= self._links.generation:
                         loop.follow(order)
                 self._links.busy = loop.busy.seconds(), time.perf_counter() - began
-            if not (reason := self._links.reason) and loop.counts.tracer is not None:
-                loop.counts.tracer.finish()
+            if not (reason := self._links.reason):
+                loop.end_trace()
         except Exception as error:
             reason = self._explain(error)
         seconds = time.perf_counter() - began if began else 0.0

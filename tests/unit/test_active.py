@@ -80,6 +80,9 @@ def test_a_step_that_makes_an_optimizers_state_is_no_training(check, host) -> No
     optimizer = torch.optim.Adam(model.parameters())
     get_optimizer_state_dict(model, optimizer)
     assert optimizer.state and check.problem() == ""
+    optimizer.zero_grad()
+    with pytest.raises(CADError, match="not active"):
+        optimizer.step()  # its gradients may lie elsewhere
     model(torch.ones(1)).backward()
     with pytest.raises(CADError, match="not active at the first optimizer step"):
         optimizer.step()
