@@ -104,18 +104,11 @@ class CAD:
         self._last: MicroBatch | None = None
 
     def plan(
-        self,
-        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
-        position_ids: torch.Tensor | None = None,
-        *,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        layers: int = 1,
+        self, cu_seqlens: torch.Tensor | Sequence[int] | None = None, position_ids: torch.Tensor | None = None, *,
+        heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
+        value_dim: int | None = None, dtype: torch.dtype | None = None, layers: int = 1,
         windows: Sequence[int | None] = (None,),
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         """The next micro-batch; every rank calls it once for each, in the same order.
 
         Args:
@@ -169,17 +162,10 @@ class Step:
 
     @torch.compiler.disable
     def attend(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        *,
-        layer: Hashable,
-        softmax_scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, *, layer: Hashable,
+        softmax_scale: float | None = None, window: int | None = None, softcap: float | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """O [T, H, V] of one layer, causal inside each document; all ranks attend their layers in the same order.
 
         Args:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -247,13 +248,13 @@ class Session:
         then be dealt out to ranks."""
         if (binding := self.find_binding(model)) is None:
             raise CADConfigError(f"CAD is not on for {type(model).__name__}: call deepspeed_cad.apply(model) first")
-        settle(binding.feed, model, "" if global_loss else NOT_STATED)
         engine = cast(Any, model)
         ends_steps = hasattr(model, "micro_steps") and getattr(model, "managed_gradient_accumulation", lambda: True)()
         own = engine.gradient_accumulation_steps if ends_steps else None
         # Where the script ends steps itself, micro_steps counts them and not micro-batches.
         trained = (lambda: (engine.micro_steps, engine.global_steps)) if own and accumulation in (None, own()) else None
-        return LookAheadLoader(loader, binding.feed, accumulation or own or 1, trained, binding)
+        settled = partial(settle, binding.feed, model, "" if global_loss else NOT_STATED)
+        return LookAheadLoader(loader, binding.feed, accumulation or own or 1, trained, binding, settle=settled)
 
     # Statistics
 

@@ -23,16 +23,12 @@ def shard_stream(
     `labels` become targets of the next token *before* the cut and are returned as both `labels` and `shift_labels`,
     which transformers' loss takes as they are: no target is lost at a cut.
 
-    Args:
-        batch: tensors or arrays of shape [1, tokens]; `input_ids`, `position_ids` (a document starts where it is 0) and
-            optionally `labels` and other per-token fields.
-        rank: of this process.
-        ranks: of all.
-        zigzag: deal the rows of a document that lies on several ranks out among them, half from its front and half,
-            mirrored, from its end (`layout.cut_stream`): the ranks then have equal attention before any of it moves,
-            and send about as many keys each. For links between hosts; needs CAD, and positions then jump.
-        ranks_per_host: first put the documents into such an order that few lie on two hosts (`order_by_host`). The
-            loss of a step is the same sum over the same documents.
+    `batch`: tensors or arrays of shape [1, tokens]; `input_ids`, `position_ids` (a document starts where it is 0) and
+    optionally `labels` and other per-token fields. `zigzag`: deal the rows of a document that lies on several ranks out
+    among them, half from its front and half, mirrored, from its end (`layout.cut_stream`): the ranks then have equal
+    attention before any of it moves, and send about as many keys each. For links between hosts; needs CAD, and
+    positions then jump. `ranks_per_host`: first put the documents into such an order that few lie on two hosts
+    (`order_by_host`). The loss of a step is the same sum over the same documents.
 
     Raises CADDataError where fields do not fit each other, or the stream does not begin with a document."""
     if not 0 <= rank < ranks:

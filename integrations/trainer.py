@@ -68,16 +68,19 @@ class _AheadIterator(Iterator[Any]):
         return batch
 
     def _take(self, count: int) -> list[Any]:
-        taken = self._batches.take(count)
-        if self._batches.error is not None:
-            raise self._batches.error
+        known, taken = self._batches.error, self._batches.take(count)
+        if self._batches.error is not known:
+            self._batches.tell_of_error(self.steps.feed)
         return taken
 
     def read_ahead(self, count: int) -> None:
-        """Read the next step, up to `count` batches, and begin to arrange it."""
+        """Read the next step, up to `count` batches, and begin to arrange it. An error of the loader is raised when its
+        batch is due."""
         self._buffer.extend(self._take(count))
         # What is read ahead is not trained yet: metrics leave out what the last batch has twice.
         self._batches.given_out(last=not self._buffer)
+        if self._batches.error is not None:
+            return
         self._due, self._count = self.steps.submit([*self._buffer], len(self._buffer) < count), len(self._buffer)
 
     def arrange(self, samples: list[Any]) -> list[Any]:
@@ -117,7 +120,6 @@ def _get_batch_samples(
         binding.feed.begin_epoch()
     samples, count = original(self, ahead, *args, **kwargs)
     if not samples:
-        self.__dict__.pop(_AHEAD)
         return samples, count
     # Each time: a callback may have changed the model, which counts from the next step on.
     settle(binding.feed, self.model, unknown := unknown_loss(self), wrong_loss(self, count))
@@ -180,12 +182,15 @@ def unknown_loss(trainer: Any) -> str:
     decide = [(name, getattr(trainer, name)) for name in OF_A_STEP if getattr(trainer, name, None) is not None]
     decide.append(("loss_function", find_model(trainer.model).loss_function))
     hooks: list[Any] = []
+    forwards: dict[int, Any] = {}
     for module in trainer.model.modules():
         # Not of the class: a method may be replaced, on it or on the object.
-        decide.append(("forward", module.forward))
+        forward = module.forward
+        forwards[id(getattr(forward, "__func__", forward))] = forward
         hooks += [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
-    for one in trainer.model.parameters():
-        hooks += [one._backward_hooks or {}, getattr(one, "_post_accumulate_grad_hooks", None) or {}]
+        for one in (one for one in module._parameters.values() if one is not None):
+            hooks += [one._backward_hooks or {}, getattr(one, "_post_accumulate_grad_hooks", None) or {}]
+    decide += [("forward", forward) for forward in forwards.values()]
     decide += [("a hook", hook) for of in hooks for hook in of.values()]
     for name, given in decide:
         if whose := _find_stranger(name, given):
@@ -219,6 +224,8 @@ def _may_read_ahead(trainer: Any) -> bool:
 
 def _log(original: Callable[..., Any], self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     # Evaluation has other keys.
+    if "train_runtime" in logs:  # the end of training: the loader's workers end with who holds it
+        self.__dict__.pop(_AHEAD, None)
     binding = _binding_of(self) if "loss" in logs else None
     if binding is not None:
         logs.update(binding.session.take_statistics("trainer").as_events())

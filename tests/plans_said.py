@@ -23,6 +23,7 @@ QUESTIONS = (
     "long-mix --sequence 2 --recompute-attention --model llama-70b --offload-optimizer --context 32768",
     "books-and-code --packing spanning --ranks 16 --model qwen3.5-9b --context 65536 --link-between 12 --steps 2",
     "long-mix --ranks 1 --sharding zero1 --steps 1",
+    "chat --packing none --batch 4 --model qwen3.5-9b --context 131072 --sharding zero1 --steps 1",
     "long-mix --packing bfd --ranks 16 --pipeline 4 --micro-batches 4 --steps 1 --modes plain,cad",
     *(f"long-mix --ranks 4 --ranks-per-node 3,1 --link-between {speed} --steps 1" for speed in (100, 3, 0.001)),
     *(f"long-mix --recompute-attention --modes cad{more} --steps 1" for more in ("", " --no-checkpointing")),

@@ -27,14 +27,16 @@ class LookAheadLoader:
     given out in another order, or with documents of other ranks (see step.py), those of different steps never are.
     `trained`: says how many micro-batches and optimizer steps there were so far, where steps go on from one epoch into
     the next (DeepSpeed). `follower`: the model's binding, which may be looked at with the loader's batches instead of
-    trained. `batches`: an epoch of the loader that is under way; None: each iteration begins one."""
+    trained. `batches`: an epoch of the loader that is under way; None: each iteration begins one. `settle`: decides as
+    an epoch begins to train whether documents are dealt out."""
 
     def __init__(
         self, loader: Any, feed: Feed, accumulation: int | Callable[[], int] = 1,
         trained: Callable[[], tuple[int, int]] | None = None, follower: Any = None,
-        batches: Iterator[Any] | None = None,
+        batches: Iterator[Any] | None = None, settle: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._loader, self._feed, self._follower, self._batches = loader, feed, follower, batches
+        self._settle = settle
         self._says = accumulation if callable(accumulation) else lambda: accumulation
         self._trained, self._steps = trained, StepAhead(feed, self._says())
         self._reads_ahead = feed.read_ahead = bool(feed.config.look_ahead) and not counts_what_is_read(loader)
@@ -65,6 +67,7 @@ class LookAheadLoader:
             while taken := source.take(1):
                 yield taken[0]
             return
+        self._settle()
         self._steps.accumulation = self._says()
         epoch, whole = self._feed.begin_epoch(), False
         try:
@@ -139,10 +142,7 @@ class LookAheadLoader:
         """The next step; None where the loader ended, which the other ranks are told, or failed."""
         if source.error is None or batches:
             return self._steps.submit(batches, source.ended and source.error is None)
-        # Raised when the batch is due. The other ranks need not wait for it.
-        self._feed.fail_later(
-            CADDataError(f"rank {self._feed.rank}: its loader raised {type(source.error).__name__}: {source.error}")
-        )
+        source.tell_of_error(self._feed)
         return None
 
 
@@ -168,6 +168,11 @@ class Source:
                 # Asked once more, Accelerate's loader would leave its state before the batches read ahead were trained.
                 self.ended = self._says_end and self._loader.end_of_dataloader
         return taken
+
+    def tell_of_error(self, feed: Feed) -> None:
+        """Here it is raised when its batch is due; the other ranks need not wait for that."""
+        error = f"its loader raised {type(self.error).__name__}: {self.error}"
+        feed.fail_later(CADDataError(f"rank {feed.rank}: {error}"))
 
     def finish(self) -> None:
         """All batches were trained; an error of the loader is raised now, when its batch is due."""

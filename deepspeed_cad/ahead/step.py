@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -240,7 +241,7 @@ def settle_together(feed: Feed, began: tuple[bool, bool] | None) -> tuple[bool, 
 def _find_company(model: torch.nn.Module) -> str:
     """What of a document depends on those beside it."""
     for module in model.modules():
-        config, adapters = getattr(module, "config", None), getattr(module, "peft_config", None) or {}
+        config, adapters = vars(module).get("config"), vars(module).get("peft_config") or {}
         if any(getattr(one, "alora_invocation_tokens", None) for one in adapters.values()):
             return "alora_invocation_tokens is set, and PEFT looks for these tokens in whole rows"
         if getattr(config, "output_router_logits", False):
@@ -249,7 +250,7 @@ def _find_company(model: torch.nn.Module) -> str:
             return "z_loss_coefficient is set, and that loss is a mean over a micro-batch"
         if type(module).__module__.startswith(EXPERTS):
             return OF_EXPERTS
-        if kind := batch_rope(config):
+        if config is not None and (kind := batch_rope(config)):
             return f'rope_type "{kind}" rotates every document of a row by the longest one'
     return ""
 
@@ -264,7 +265,7 @@ def batch_rope(config: Any) -> str:
 
 def find_random(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
-        values = {key: value for key, value in vars(module).items() if AT_RANDOM.search(key)}
+        values = {key: value for key, value in vars(module).items() if _is_random(key)}
         if "Dropout" in type(module).__name__:
             values["p"] = getattr(module, "p", 0.0)
         for key, value in values.items():
@@ -273,6 +274,9 @@ def find_random(model: torch.nn.Module) -> str:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
                 return f"{name}.{key} is {value:g}, and would fall on other tokens".lstrip(".")
     return ""
+
+
+_is_random = cache(AT_RANDOM.search)
 
 
 def _is_readable(batch: Any) -> bool:

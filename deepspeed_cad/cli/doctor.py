@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -197,7 +198,8 @@ def _try_transport(name: str) -> list[Finding]:
             for rank in range(2)
         ]
         try:
-            said = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
+            with ThreadPoolExecutor() as threads:  # one that writes much waits until it is read
+                said = list(threads.map(lambda one: one.communicate(timeout=_TIMEOUT_S), processes))
         except subprocess.TimeoutExpired:
             late = f"two processes on this machine did not exchange anything within {_TIMEOUT_S} s"
             return [Finding(name, False, late)]

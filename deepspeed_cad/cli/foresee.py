@@ -25,7 +25,7 @@ from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.attention import find_travel, of_documents
 from deepspeed_cad.forecast.bytes_held import activation_bytes, loss_bytes, state_bytes
 from deepspeed_cad.forecast.compare import MODES, Comparison, compare, label, recommend, say_need
-from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, make_steps, say_cut
+from deepspeed_cad.forecast.packing import DEALT, NAMED, SPANNING, Rows, make_steps, say_cut
 from deepspeed_cad.forecast.setting import ModelShape, check_split
 from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RUNS, Foreseen, needed_bytes
 from deepspeed_cad.layout import Layout
@@ -171,8 +171,9 @@ def assumptions(args: argparse.Namespace, setting: Setting, full: float) -> list
         f"{machine.between / 1e9:.3g} between; tolerance {setting.tolerance:g}",
         f"rows of {rows}",
         "CAD deals documents out to all GPUs before a step where that gains (docs/steps.md)"
-        if setting.deals
-        else "CAD leaves documents where the trainer dealt them out to, and balances every pass",
+        if setting.deals and setting.pipeline == setting.sharing == 1
+        else "CAD leaves documents on the GPUs that have them, and balances every pass"
+        + f" (its RoPE is {setting.model.batch_rope})" * bool(setting.model.batch_rope),
     ]
     if setting.model.not_counted:
         lines.append(
@@ -332,7 +333,7 @@ def read_setting(args: argparse.Namespace, model: ModelShape) -> Setting:
         sharding="zero1" if args.pipeline > 1 else args.sharding,
         checkpointing=not args.no_checkpointing,
         loss="chunked" if args.loss == "chunked" else "whole",
-        deals=args.packing not in DEALT,
+        deals=args.packing not in (*DEALT, *SPANNING) and not model.batch_rope,
         forwards=args.passes.count(","),
         **{name: getattr(args, name) for name in AS_GIVEN},
     )
@@ -372,6 +373,8 @@ def wanted_modes(args: argparse.Namespace) -> tuple[list[str], int | None]:
     if {"plain", "cad"} <= set(names) and "plain kept" not in names and not args.no_checkpointing:
         # By it what balance gains is told from what is gained as attention is not repeated.
         names.insert(names.index("plain") + 1, "plain kept")
+    if args.reserve == "none" and names == ["cad reserved"]:
+        raise CADConfigError('--modes is "cad reserved", of which --reserve none leaves nothing')
     if args.reserve in ("none", "auto"):
         return [name for name in names if name != "cad reserved" or args.reserve == "auto"], None
     if not args.reserve.isdigit():

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a step over the same micro-batches: train, and forward for each without backward, such as "
         "log-probabilities of the old policy and of a reference: train,forward,forward (default: train)",
     )
-    add("--limit", type=int, default=100_000, help="most documents to read (default: 100000)")
+    add("--limit", type=int, default=100_000, help="most documents to read from files (default: 100000)")
     add("--steps", type=int, default=20, help="most steps to foresee (default: 20)")
     of_pictures = "where to draw throughput over GPUs, context and reserved servers, and a step (needs matplotlib)"
     add("--pictures", metavar="FOLDER", help=of_pictures)
@@ -109,6 +109,12 @@ def main(args: argparse.Namespace) -> int:
     path = Path(args.input[0])
     fields = _read_question(path) if len(args.input) == 1 and path.suffix == ".json" and not path.is_dir() else None
     if fields is not None:
+        add_arguments(usual := argparse.ArgumentParser())
+        same = vars(usual.parse_args(args.input)) | {name: getattr(args, name) for name in ("output", "json")}
+        if idle := [name for name, value in same.items() if getattr(args, name) != value]:
+            raise CADConfigError(
+                f"--{idle[0].replace('_', '-')} is for a data set: a question has keys instead (--help)"
+            )
         return _plan_one(fields, args)
     from deepspeed_cad.cli.foresee import foresee_steps
 

@@ -26,7 +26,7 @@ from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Fit, Profile, ShapeCost, user_path
 from deepspeed_cad.profiles.measure import Measured, fit_measured, least, measure_calls, sizes_for
-from deepspeed_cad.profiles.profile import machine_name
+from deepspeed_cad.profiles.profile import expected_kernel, machine_name
 from deepspeed_cad.version import __version__
 
 Tell = Callable[[str], None]
@@ -38,7 +38,7 @@ ATTEMPTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="the file to write (default: ~/.cache/deepspeed_cad/profile.json)")
+    parser.add_argument("--output", type=Path, help="the file to write (default: one in ~/.cache/deepspeed_cad)")
     parser.add_argument("--kernel", default="auto", help='as in the cad block (default: "auto")')
     parser.add_argument("--transport", default="auto", help='as in the cad block (default: "auto")')
     parser.add_argument("--heads", type=int, default=32, help="query heads of a layer (default: 32)")
@@ -68,13 +68,15 @@ def main(args: argparse.Namespace) -> int:
             )
     if profile is None:  # a rank that only helped
         return 0
-    path = args.output or user_path()
+    path = args.output or user_path(profile.machine, profile.kernel)
     if path.is_file():
         try:
             profile = profile.with_entries_of(Profile.load(path))
         except CADConfigError as error:
             print(f"replaced: {error}", flush=True)
     profile.save(path)
+    if profile.kernel != (usual := expected_kernel(args.kernel, device)):
+        print(f'"cost": "auto" takes what was measured of {usual}; name this file there instead', flush=True)
     print(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}", flush=True)
     return 0
 

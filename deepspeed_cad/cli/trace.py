@@ -42,11 +42,9 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CADConfigError(f"cannot run {command[0]!r}: {error.strerror}") from error
     if not output.exists():
-        parts = sorted(part.name for part in output.parent.glob(f"{output.name}.rank*"))
         raise CADError(
-            f"the run ended with exit code {code} and left no timeline of all ranks"
-            + (f", only {', '.join(parts)}" if parts else "")
-            + f". CAD must be on in it, and it must train more than {WARM_UP} micro-batches"
+            f"the run ended with exit code {code} and left no timeline of all ranks. CAD must be on in it, and it must "
+            f"train more than {WARM_UP} micro-batches"
         )
     lines = [*say_idle(*find_idle(json.loads(output.read_text()))), f"{output}: open it in https://ui.perfetto.dev"]
     sys.stdout.write("\n".join(lines) + "\n")

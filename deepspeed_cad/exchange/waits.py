@@ -50,12 +50,9 @@ class Waits:
         self._expect(last, partial(self._between, first, last))
 
     def beside(
-        self,
-        own_end: torch.cuda.Event,
-        waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]],
-        served_end: torch.cuda.Event,
-        returned: torch.cuda.Event,
-    ) -> None:
+        self, own_end: torch.cuda.Event, waits: list[tuple[torch.cuda.Event | None, torch.cuda.Event]],
+        served_end: torch.cuda.Event, returned: torch.cuda.Event,
+    ) -> None:  # fmt: skip
         """Count what was idle in a tick whose own and served tasks ran on two streams: from the end of the own tasks
         until a wave arrives, and from the end of both until results are back. `waits`: when the stream of served tasks
         began to wait for each wave (None: with the tick), and when that came."""

@@ -14,7 +14,6 @@ from typing import Any
 from deepspeed_cad.cost import count_pairs
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast import modes, modes_cad
-from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import MEMORY, OUTSIDE, RATIO, SERVERS, Foreseen, Seconds, mean
 from deepspeed_cad.layout import Layout
@@ -113,12 +112,6 @@ def compare(
     pairs /= sum(float(one.tokens.sum()) for one in layouts)
     # Of the model's forward and backward, and of forwards alone; pairs above the diagonal left out.
     per_token = (3.0 + setting.forwards) * setting.model.flops(pairs)
-    if "cad" in wanted and setting.seats == setting.cluster.ranks:
-        # Apart from all else: two plans at a time run beside each other, and not beside what is slow in Python.
-        first = [deal_out(setting, step)[0] for step in steps]
-        with ThreadPoolExecutor(THREADS) as threads:
-            made = threads.map(partial(modes_cad.plan_in_place, setting), first)
-            setting = replace(setting, made={id(layout): (layout, plan) for layout, plan in zip(first, made)})
     for mode in wanted:
         choices = _choices(setting, steps, mode, servers, fewer)
         if isinstance(choices, str):
@@ -239,7 +232,7 @@ def _choices(
             if setting.keep == "device":
                 ways['"keep": "host"'] = replace(setting, keep="host")
             if setting.pipeline == 1:
-                ways["recompute_attention"] = replace(setting, keep="device", recompute_attention=True, made={})
+                ways["recompute_attention"] = replace(setting, keep="device", recompute_attention=True)
         return [(partial(modes_cad.in_place, way, variant=name), steps) for name, way in ways.items()]
     if mode == "cad reserved":
         counts = _count_servers(setting, step[0], servers, state and spans)

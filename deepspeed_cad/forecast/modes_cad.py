@@ -57,8 +57,7 @@ def in_place(setting: Setting, step: Sequence[Layout], variant: str = "") -> For
     again = RECOMPUTED if setting.repeats_attention else 1.0
     met, plans, peak, moved = [], [], 0.0, np.zeros(2)
     for layout in _ticks(rounds, step):
-        plan = setting.made[id(layout)][1] if id(layout) in setting.made else plan_in_place(setting, layout)
-        plans.append(plan)
+        plans.append(plan := plan_in_place(setting, layout))
         ran, seconds, flows = _meet(setting, layout, plan)
         moved += moved_bytes(flows, not setting.forward_only) * (setting.attending * again / stages)
         # In pipelines another rank runs the backward of what it serves: servers keep nothing.

@@ -281,7 +281,8 @@ def deal_out(setting: Setting, step: Sequence[Layout], trainers: int | None = No
     kernels = setting.machine.in_training * setting.shape.groups * setting.attending if trainers is None else 0.0
     each = (work.forward * (2 if setting.checkpointing else 1) + work.backward) * setting.layers + work.loss
     costs = Costs(setting.cost.of(0 * length, length) * kernels, np.full(ranks, each), np.ones(ranks))
-    if (found := deal(given, costs, setting.tolerance, setting.hosts, cuts=trainers is None)) is None:
+    cuts = trainers is None and setting.model.state is None
+    if (found := deal(given, costs, setting.tolerance, setting.hosts, cuts)) is None:
         return step
     idle, pieces = [LocalSegments.none(0)] * (step[0].ranks - ranks), found.pieces
     order = pieces.order

@@ -8,8 +8,7 @@ context parallelism are both among seats.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,9 +17,9 @@ from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.machine import Cluster, Machine
 from deepspeed_cad.forecast.step import Run
-from deepspeed_cad.layout import Ints, Layout
+from deepspeed_cad.layout import Ints
 from deepspeed_cad.planner.constants import TRAVELS, WAVES
-from deepspeed_cad.planner.plan import Floats, HeadShape, Plan
+from deepspeed_cad.planner.plan import Floats, HeadShape
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class ModelShape:
     """What of the model a forecast takes for a layer of full attention and one MLP, in words."""
     state: StateLayers | None = None
     """Its layers that carry state; None: it has none."""
+    batch_rope: str = ""
+    """Its RoPE type, where that rotates every document of a row by the longest one."""
 
     @property
     def attending(self) -> int:
@@ -165,14 +166,12 @@ class Setting:
     """What the planner takes for the cost; None: `cost`. For planners that count pairs alone."""
     tolerance: float = 0.05
     deals: bool = False
-    """Whether CAD deals documents out to seats before each step."""
+    """Whether CAD may deal documents out to seats before each step."""
     forwards: int = 0
     """Passes of a step without backward over the same micro-batches, beside the one that trains: as many models, or
     as often, as a trainer of rollouts asks for log-probabilities, values or rewards."""
     forward_only: bool = False
     """Whether this setting describes one such pass."""
-    made: Mapping[int, tuple[Layout, Plan]] = field(default_factory=dict, compare=False, repr=False)
-    """Plans in place that were made already, each with its layout, by the layout's `id`."""
     loss: Literal["chunked", "whole"] = "chunked"
     """Whether the logits of a row are there at once, in fp32, as transformers' own loss has them. The last stage of a
     pipeline always has them so."""
@@ -254,7 +253,7 @@ class Setting:
 
     @property
     def of_forward(self) -> Setting:
-        return replace(self, forward_only=True, forwards=0, recompute_attention=False, optimizer=False, made={})
+        return replace(self, forward_only=True, forwards=0, recompute_attention=False, optimizer=False)
 
     @property
     def seats_per_host(self) -> int:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,9 +203,10 @@ them have."""
 SHIPPED = Path(__file__).parent
 
 
-def user_path() -> Path:
-    """Where `deepspeed-cad profile` writes, and "auto" looks first."""
-    return Path(os.path.expanduser("~"), ".cache", "deepspeed_cad", "profile.json")
+def user_path(machine: str, kernel: str) -> Path:
+    """Where `deepspeed-cad profile` writes, and "auto" looks first: a file for each machine and kernel."""
+    name = re.sub(r"\W+", "-", f"{machine} {kernel}".lower())
+    return Path(os.path.expanduser("~"), ".cache", "deepspeed_cad", f"{name}.json")
 
 
 def machine_name(device: torch.device) -> str:
@@ -235,7 +237,7 @@ def choose_profile(configured: str, device: torch.device, kernel: str = "auto") 
     if configured != "auto":
         return Profile.load(configured)
     wanted = (machine_name(device), expected_kernel(kernel, device))
-    for path in filter(os.path.isfile, [user_path(), *sorted(SHIPPED.glob("*.json"))]):
+    for path in filter(os.path.isfile, [user_path(*wanted), *sorted(SHIPPED.glob("*.json"))]):
         profile = Profile.load(path)
         if (profile.machine, profile.kernel) == wanted:
             logger.info("attention costs what %s says (%s)", path, profile.name)

@@ -199,7 +199,9 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
         elif more:
             batch[more] = batch["labels"].double()
     went_on, total = 0, torch.zeros(1, dtype=torch.float64)
-    for batch in deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2, global_loss=True):
+    loader = deepspeed_cad.current_session().look_ahead(batches, model, accumulation=2, global_loss=True)
+    deepspeed_cad.current_session().look_ahead([], model)  # of an evaluation, which states nothing
+    for batch in loader:
         went_on += int(batch["position_ids"][0, 0] > 0)
         targets = batch.get("shift_labels", torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100))
         logits = model(**{name: batch[name] for name in ("input_ids", "position_ids", *derived)}).logits

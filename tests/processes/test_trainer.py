@@ -5,11 +5,13 @@ import sys
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import trainers
 import training
+from deepspeed_cad.integrations.trainer import _AheadIterator as AheadIterator
 from deepspeed_cad.integrations.trainer import _may_read_ahead as may_read_ahead
 from engines import import_deepspeed
 from pool import WorkerPool
@@ -144,6 +146,22 @@ def _refusals(rank: int, world: int, folder: str) -> None:
 @pytest.mark.slow
 def test_refusals(fresh_workers: WorkerPool, tmp_path) -> None:
     fresh_workers.run(_refusals, 2, str(tmp_path), timeout=100.0)
+
+
+def test_an_error_of_the_loader_is_raised_when_its_batch_is_due() -> None:
+    """Other ranks hear of it as soon as it is known, once."""
+    feed = mock.MagicMock(rank=3, replicas=1)
+    feed.config.documents = "auto"
+    batches = AheadIterator((1 // (2 - i) for i in range(4)), feed, 1)  # 0, 1, and an error
+    assert batches.arrange([next(batches)]) == [0]
+    batches.read_ahead(1)
+    assert batches.arrange([next(batches)]) == [1]
+    batches.read_ahead(1)
+    (told,) = feed.fail_later.call_args.args
+    assert str(told) == "rank 3: its loader raised ZeroDivisionError: integer division or modulo by zero"
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    feed.fail_later.assert_called_once()
 
 
 def test_a_loader_whose_state_is_saved_is_not_read_ahead() -> None:

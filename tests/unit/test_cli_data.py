@@ -260,7 +260,7 @@ LLAMA = {
 }  # fmt: skip
 SHAPE = {
     "layers": 3, "hidden": 64, "intermediate": 160, "vocabulary": 99, "heads": 8, "kv_heads": 2, "head_dim": 8,
-    "not_counted": "", "state": None,
+    "not_counted": "", "state": None, "batch_rope": "",
 }  # fmt: skip
 
 
@@ -283,7 +283,8 @@ def test_what_becomes_of_documents_longer_than_a_row_is_said(packing: str, says:
     ),
     ({"model_type": "qwen2_5_vl", "text_config": LLAMA | {"model_type": "qwen2_5_vl_text"}}, {}),
     ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
-], ids=["llama", "head_dim", "gpt2", "images", "unknown"])  # fmt: skip
+    (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"batch_rope": "dynamic"}),
+], ids=["llama", "head_dim", "gpt2", "images", "unknown", "RoPE"])  # fmt: skip
 def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change

@@ -132,25 +132,25 @@ def test_the_nearest_head_shape_is_scaled() -> None:
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, kernel: str) -> None:
     monkeypatch.setattr(choice, "machine_name", lambda device: machine)
     monkeypatch.setattr(choice, "expected_kernel", lambda configured, device: kernel)
-    monkeypatch.setattr(choice, "user_path", lambda: tmp_path / "mine" / "profile.json")
+    monkeypatch.setattr(choice, "user_path", lambda *_: tmp_path / "mine" / "profile.json")
 
 
 def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_4")
     shipped = choose_profile("auto", GPU)
     assert (shipped.machine, shipped.kernel, shipped.unit) == ("NVIDIA H200", "flash_attn_4", "seconds")
-    PROFILE.save(choice.user_path())
+    PROFILE.save(choice.user_path("", ""))
     assert choose_profile("auto", GPU) == shipped, "a profile of another machine"
     mine = replace(PROFILE, machine="NVIDIA H200")
-    mine.save(choice.user_path())
+    mine.save(choice.user_path("", ""))
     assert choose_profile("auto", GPU) == mine and choose_profile("pairs", GPU) is PAIRS and PAIRS.name == "pairs"
     pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_3")
     assert choose_profile("auto", GPU) is GENERIC_GPU, "a profile of another kernel"
     assert choose_profile("auto", CPU) is PAIRS
-    choice.user_path().write_text("{")
+    choice.user_path("", "").write_text("{")
     with pytest.raises(CADConfigError, match="is not JSON"):
         choose_profile("auto", GPU)
-    monkeypatch.setattr(choice, "user_path", lambda: tmp_path / ("x" * 300))
+    monkeypatch.setattr(choice, "user_path", lambda *_: tmp_path / ("x" * 300))
     assert choose_profile("auto", GPU) is GENERIC_GPU, "a folder that the system refuses to look into"
 
 
@@ -287,14 +287,16 @@ def test_the_default_file_is_the_one_that_auto_finds(
     timed: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    PROFILE.save(choice.user_path())
-    choice.user_path().write_text("{")  # a damaged one is no reason to measure for nothing
+    path, other = (choice.user_path(machine, "torch_math") for machine in (choice.machine_name(CPU), "a GPU (80 GB)"))
+    assert other == tmp_path / ".cache" / "deepspeed_cad" / "a-gpu-80-gb-torch_math.json"
+    PROFILE.save(other)
+    path.write_text("{")  # a damaged one is no reason to measure for nothing
     assert cli.main(["profile"]) == 0
     said = capsys.readouterr().out
     assert "torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile" in said and "replaced: " in said
-    assert [one.name for one in choice.user_path().parent.iterdir()] == ["profile.json"]
+    assert "name this file" not in said and set(other.parent.iterdir()) == {path, other}
     found = choose_profile("auto", CPU)
-    assert found == Profile.load(tmp_path / ".cache" / "deepspeed_cad" / "profile.json")
+    assert found == Profile.load(path)
     (cost,) = found.entries
     assert (cost.pair, cost.row, cost.key, cost.task) == pytest.approx(TRUE, rel=1e-3)
     assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit

@@ -78,4 +78,4 @@ def test_a_table_of_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--modes", "plain kept,cad"]) == 0
     said = "".join(capsys.readouterr())
     assert "of 16 documents a GPU and step dealt out by_work; passes: train,forward" in said
-    assert "CAD leaves documents where the trainer dealt them out to" in said and "CAD in place *" in said
+    assert "CAD leaves documents on the GPUs that have them" in said and "CAD in place *" in said

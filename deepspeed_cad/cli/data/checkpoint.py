@@ -29,6 +29,8 @@ def read_model_shape(where: str | None) -> ModelShape:
     An MLP counts as three matrices, as gated ones have: for models with two, such as GPT-2, the gain comes out a
     little too low. Raises CADConfigError where the file cannot be read or is not of a decoder model, and
     CADUnsupportedError where CAD refuses the model."""
+    from deepspeed_cad.ahead.step import batch_rope  # brings torch
+
     if where is None:
         return ModelShape()
     if where in SHAPES and not Path(where).exists():
@@ -54,6 +56,7 @@ def read_model_shape(where: str | None) -> ModelShape:
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
             not_counted=_not_counted(config, state),
             state=state,
+            batch_rope=batch_rope(config),
         )
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise CADConfigError(
