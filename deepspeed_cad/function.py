@@ -70,18 +70,10 @@ def _find_replica(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> R
 
 
 def attend(
-    run: Callable[[LayerInput], torch.Tensor],
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    *,
-    layer: Hashable,
-    label: str,
-    softmax_scale: float | None,
-    window: int | None,
-    softcap: float | None,
+    run: Callable[[LayerInput], torch.Tensor], q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, *,
+    layer: Hashable, label: str, softmax_scale: float | None, window: int | None, softcap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """O [T, H, V] of one layer: the way in of every model, of one's own (`Step.attend`) and of transformers.
 
     `run`: attention of the running micro-batch. `label` names the layer in errors; for the others see Step.attend."""

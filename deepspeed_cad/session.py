@@ -99,7 +99,7 @@ class Session:
         self.cost = share_cost(config, device, self.groups.cpu, exchanges=self.group_ranks > 1)
         # "auto" finds costs on the machine, so ranks compare them beside the configuration.
         settings = f"{config.fingerprint()} {self.cost.figures}"
-        opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, settings, shares=self.shares)
+        opening = Gatherer(self.groups.cpu, self.rank, self.ranks, self.liveness, self.shares, settings)
         agree = self.groups.agree(lambda value: self.worker.run(lambda: opening.numbers(value, Subject(What.CHOICE))))
         opened: Opened | None = None
         if (group := self.groups.exchange) is not None:
@@ -116,8 +116,8 @@ class Session:
         learned = self.learned = self._learned(crew)
         reporters = (learned.links, learned.memory, learned.layer_times, *self.servers.reporters)
         self.gatherer = Gatherer(
-            self.groups.cpu, self.rank, self.ranks, self.liveness, settings,
-            [reporter for reporter in reporters if reporter is not None], opening.begun, self.shares,
+            self.groups.cpu, self.rank, self.ranks, self.liveness, self.shares, settings,
+            [reporter for reporter in reporters if reporter is not None], opening.begun,
         )  # fmt: skip
         self.tracer = self.counts.tracer = open_tracer(
             config.trace, device, self.rank, self.ranks + len(self.servers.members.servers)

@@ -47,6 +47,8 @@ def shard_stream(
         here = here if as_array else positions.new_tensor(here)  # tensors stay on their device
     shard: dict[str, Any] = {}
     for name, value in batch.items():
+        if name.startswith(("cu_seq", "max_length_")):
+            continue  # of the whole stream; positions say it of a part
         if name == "labels":
             if tuple(value.shape) != shape:
                 raise CADDataError(f"labels has shape {tuple(value.shape)}, position_ids {shape}")

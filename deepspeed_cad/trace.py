@@ -68,8 +68,7 @@ class Tracer:
         self._spans: list[Span] = []
         self._origin: Any = None  # when recording began
         self._began = 0.0  # the same in seconds since the epoch
-        for stale in (self.path, part_path(self.path, rank)):
-            stale.unlink(missing_ok=True)
+        part_path(self.path, rank).unlink(missing_ok=True)
 
     def span(
         self, what: str, nano_batch: int, label: str, backward: bool, aside: bool = False
@@ -83,6 +82,7 @@ class Tracer:
     def next_micro_batch(self) -> None:
         """A training forward begins: start recording after the warm-up, stop and write after `steps`."""
         if self.micro_batches == WARM_UP:
+            self.path.unlink(missing_ok=True)  # of an earlier run
             self._origin, self._began, self.recording = self._settled(), time.time(), True
         elif self.micro_batches == WARM_UP + self.steps:
             self.finish()

@@ -111,16 +111,15 @@ class Said:
 
 class Gatherer:
     def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, ranks: int, liveness: Liveness | None, settings: str = "",
-        reporters: Sequence[Reporter] = (), begun: int = 0, shares: Shares | None = None,
+        self, group: dist.ProcessGroup | None, rank: int, ranks: int, liveness: Liveness | None, shares: Shares,
+        settings: str = "", reporters: Sequence[Reporter] = (), begun: int = 0,
     ) -> None:  # fmt: skip
         """`group`: over gloo; None where there is one rank. `liveness`: the board on which ranks say why they end.
         `settings`: what ranks compare before they train. `reporters`: what travels with document lengths. `begun`:
-        collectives of this group before it was made. `shares`: None: each rank has all heads."""
+        collectives of this group before it was made."""
         self.group, self.rank, self.ranks = group, rank, ranks
         self.liveness = liveness or Liveness(dist.HashStore(), rank, 1)
-        self.shares = Shares.none(rank, ranks) if shares is None else shares
-        self._members = self.shares.members
+        self.shares, self._members = shares, shares.members
         self._settings, self._reporters = digest(settings), tuple(reporters)
         self.broken: CADError | None = None
         """Why no collective of this rank can be trusted any more."""

@@ -87,11 +87,14 @@ def sinks_gradient(setup: CallSetup, kept: Kept, do_THV: Tensor) -> Tensor | Non
     """[H], from this rank's own rows; needs no other rank."""
     if kept.sinks_H is None:
         return None
-    o, lse = kept.o_THV, kept.lse_TH
-    weight_TH = torch.exp(kept.sinks_H.to(lse.dtype) - lse)
+    weight_TH = torch.exp(kept.sinks_H.to(kept.lse_TH.dtype) - kept.lse_TH)
     if len(setup.schedule.padding):
         weight_TH[setup.schedule.padding] = 0
-    return -(weight_TH * (do_THV.to(lse.dtype) * o.to(lse.dtype)).sum(-1)).sum(0).to(kept.sinks_H.dtype)
+    total = torch.zeros_like(kept.sinks_H, dtype=weight_TH.dtype)
+    # The product is wider than O: not of all rows at once.
+    for do, o, weight in zip(*(one.split(4096) for one in (do_THV, kept.o_THV, weight_TH))):
+        total -= (weight * (do.to(weight.dtype) * o.to(weight.dtype)).sum(-1)).sum(0)
+    return total.to(kept.sinks_H.dtype)
 
 
 def serve_backward(setup: CallSetup, started: BackwardStarted) -> BackwardServed:

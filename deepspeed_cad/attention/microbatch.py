@@ -320,6 +320,8 @@ class MaskDescriptor:
     def _in_turn(self, layer: LayerInput) -> Tensor:
         """O [T, H, V] of both nano-batches, one after the other: that they cannot alternate came out later."""
         rows = [self.micro_batch.rows(nano_batch) for nano_batch in (0, 1)]
+        if not any(rows):  # the model runs on a stand-in
+            rows[1] = layer.q_THD.shape[0]
         if layer.q_THD.shape[0] != sum(rows):
             raise CADError(f"{layer.label} got {layer.q_THD.shape[0]} tokens where its micro-batch has {sum(rows)}")
         parts = zip(*(x.split(rows) for x in (layer.q_THD, layer.k_TKD, layer.v_TKV)))

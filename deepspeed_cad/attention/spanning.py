@@ -233,8 +233,8 @@ class Spanning:
             raise CADError(
                 f"{label}: rows of documents that span ranks do not fit. One head group at a time, rank "
                 f"{int(needed.argmax())} needs {needed.max() / 2**20:.3g} MiB for what lands, and {memory.source} "
-                f'allows {memory.limit / 2**20:.3g}. Set "memory" to at least {needed.max() / 2**30:.3g} (GiB), use '
-                "shorter documents or more ranks, or free GPU memory by more checkpointing"
+                f'allows {memory.limit / 2**20:.3g}. Set "memory" to at least {1.006 * needed.max() / 2**30:.3g} '
+                "(GiB), use shorter documents or more ranks, or free GPU memory by more checkpointing"
             )
         memory.needed(float(needed.max()))
         return cuts

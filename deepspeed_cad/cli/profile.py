@@ -23,6 +23,7 @@ from deepspeed_cad.exchange.links import measure_links
 from deepspeed_cad.exchange.probe import choose_transport, host_number
 from deepspeed_cad.kernels.interface import KernelNeed
 from deepspeed_cad.kernels.registry import choose
+from deepspeed_cad.notice import counted
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Fit, Profile, ShapeCost, user_path
 from deepspeed_cad.profiles.measure import Measured, fit_measured, least, measure_calls, sizes_for
@@ -77,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     profile.save(path)
     if profile.kernel != (usual := expected_kernel(args.kernel, device)):
         print(f'"cost": "auto" takes what was measured of {usual}; name this file there instead', flush=True)
-    print(f"{path}: {len(profile.entries)} head shape{'s' * (len(profile.entries) > 1)} of {profile.name}", flush=True)
+    print(f"{path}: {counted(len(profile.entries), 'head shape')} of {profile.name}", flush=True)
     return 0
 
 

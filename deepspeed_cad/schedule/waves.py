@@ -258,8 +258,8 @@ def too_much(room: Room, needed: float, rank: int) -> CADError:
     return CADError(
         f"the attention that ranks exchange does not fit: cut into the smallest waves, what lands at rank {rank} "
         f"needs {_size(needed)} at once, {_size(over)} more than the {_size(limit)} that {room.source} allows. Set "
-        f'"memory" to at least {needed / 2**30:.3g} (GiB), use shorter documents or more ranks, or free GPU memory by '
-        "more checkpointing"
+        f'"memory" to at least {1.006 * needed / 2**30:.3g} (GiB), use shorter documents or more ranks, or free GPU '
+        "memory by more checkpointing"
     )
 
 

@@ -89,7 +89,8 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
     padding = next((one for one in paddings if len(one) and seed < 2), np.zeros(0, np.int64))
     group = dist.new_group(backend="gloo")
     dist.barrier()  # who has nothing to send would leave while others still connect
-    moved = move_documents(batches[rank], fields[0], padding, documents, dealt, Gatherer(group, rank, world, None))
+    gatherer = Gatherer(group, rank, world, None, Shares.none(rank, world))
+    moved = move_documents(batches[rank], fields[0], padding, documents, dealt, gatherer)
     seeds = [10 * r + m + 1 for r, of in enumerate(LENGTHS) for m in range(len(of))]
     numbered = [np.arange(sum(row)) + 1000 * seeds.pop(0) for of in LENGTHS for row in of]
     pieces = np.split(np.concatenate(numbered), np.cumsum(step.length)[:-1])

@@ -57,12 +57,6 @@ def test_what_is_said_and_answered_changes_on_purpose(question: str) -> None:
     assert said_to(question) == json.loads(Path(__file__).with_name("plans_said.json").read_text())[question]
 
 
-@pytest.mark.parametrize("words", ["chat --packing none --batch 64", "long-mix --packing bfd --context 4096"])
-def test_there_are_as_many_steps_as_asked_for(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words.split(), *"--ranks 2 --steps 4 --modes plain --json".split()]) == 0
-    assert len(json.loads(capsys.readouterr().out)["modes"][0]["steps"]) == 4
-
-
 def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command of docs/million-tokens.md: how long its layers that carry state wait, and who cannot train it."""
     (tmp_path / "million.json").write_text(json.dumps([1 << 20] * 2))

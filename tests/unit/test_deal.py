@@ -97,20 +97,21 @@ def test_whatever_is_dealt_holds_each_token_once(
 
 
 def test_deals_change_on_purpose() -> None:
-    """Where they do, so does the number: 60 steps of every kind, hosts of unequal sizes, slow ranks, cuts."""
+    """Where they do, so does the number: 300 steps of every kind, unequal hosts, slow ranks, cuts."""
     found, rng = [], np.random.default_rng(3)
-    for seed in range(60):
+    for seed in range(300):
         ranks, micro_batches, most = int(rng.integers(2, 7)), int(rng.integers(1, 4)), int(rng.choice([30, 400]))
         rows = rng.integers(1, most, (ranks, micro_batches, int(rng.integers(1, 9))))
         rows //= rng.integers(1, 9, (ranks, 1, 1))
-        step = step_of((rows + 1).tolist(), padded=seed % 5 == 0)
+        few = [[row[: rng.integers(1, 1 + len(row))] for row in of] if seed % 2 else of for of in (rows + 1).tolist()]
+        step = step_of(few, padded=seed % 5 == 0)
         costs = costs_of(step, float(rng.choice([0.0, 0.5, 32.0])))
         if seed % 3 == 0:
             costs = Costs(costs.work, costs.each * (1 + np.arange(ranks) / 4), costs.speed)
         hosts = None if seed % 4 == 0 else np.arange(ranks) // 4
-        dealt = deal(step, costs, 0.05, hosts, cuts=seed % 2 == 0)
+        dealt = deal(step, costs, 0.05, hosts, cuts=seed % 4 < 2)
         found.append(None if dealt is None else dealt.fingerprint())
-    assert 20 < sum(one is not None for one in found) and zlib.crc32(repr(found).encode()) == 1799093949
+    assert 100 < sum(one is not None for one in found) and zlib.crc32(repr(found).encode()) == 3103883028
 
 
 def lengths_of(ranks: int, micro_batches: int, documents: int, seed: int) -> list[list[list[int]]]:
@@ -179,13 +180,6 @@ def test_hosts_are_even_first() -> None:
     assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02
 
 
-def test_even_rows_stay_where_no_gain_is_asked_for() -> None:
-    step = step_of([[[10, 20]], [[12, 18]]])
-    assert deal(step, costs_of(step, 0.0), 0.0) is None
-    step = step_of([[[40, 40, 2, 1]], [[1, 20, 2, 2]]], padded=True)  # a row that costs most, nearly all for attention
-    assert deal(step, costs_of(step, 30.0), 0.0).after < 30000
-
-
 @pytest.mark.parametrize("padded", [True, False])
 def test_rows_beside_a_long_one_take_as_long_as_it(padded: bool) -> None:
     """10 samples of 10 tokens meet the one of 100, and the micro-batch after them has little left."""
@@ -203,12 +197,6 @@ def test_documents_move_so_that_less_attention_does() -> None:
     dealt = deal(step, costs_of(step), 0.05)
     assert dealt is not None and dealt.after == dealt.before and dealt.tokens.tolist() == [[200], [200]]
     assert np.bincount(dealt.pieces.rank, costs_of(step).work).tolist() == [5600.0, 5600.0]
-
-
-def test_slow_ranks_get_less() -> None:
-    step = step_of([[[10] * 10], [[10] * 10], [[10] * 20]])
-    dealt = deal(step, Costs(np.zeros(40), np.array([2.0, 1.0, 1.0]) * EACH, np.ones(3)), 0.05)
-    assert dealt is not None and dealt.tokens.ravel().tolist() == [80, 160, 160]
 
 
 def test_rank_0_keeps_its_order_and_the_others_follow_it() -> None:

@@ -70,7 +70,7 @@ def test_a_flag_behind_the_script_is_refused(late: list[str], tmp_path, capsys) 
 
 @pytest.mark.parametrize("main, words, said", [
     (run.main, ["--cad", "{tolerance: 1}", "train.py"], "is not JSON"),
-    (run.main, ["--cad_config", "none.json", "train.py"], "cannot be read"),
+    (run.main, ["-m", "--cad_config", "none.json", "train"], "cannot be read"),
     (run.main, ["train.py"], "is not there"),
     (accelerate_cad.main, ["launch", "--cad", '{"bogus": 1}', "train.py"], 'unknown key "bogus"'),
     (accelerate_cad.main, ["launch", "--cad", '{"servers": {"joined": 1}}', "--no_python", "x"], "keep from"),

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deepspeed_cad.cli import main
 from deepspeed_cad.forecast import Cluster, Machine, Setting, seat_shape
 from deepspeed_cad.forecast.compare import compare
 from deepspeed_cad.forecast.packing import DEALT, NAMED, Rows, deal_by_length, layouts
@@ -71,11 +70,3 @@ def test_what_cad_is_worth_where_rollouts_are_dealt_out_already(packing: str, le
     found = compare(setting(forwards=2), steps, ["plain kept", "cad"])
     balance = found.of("cad").tokens_per_second / found.of("plain kept").tokens_per_second  # type: ignore[union-attr]
     assert least < balance < most
-
-
-def test_a_table_of_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan rollouts --packing by_work --batch 16 --passes train,forward --sharding fsdp --steps 2".split()
-    assert main([*words, "--modes", "plain kept,cad"]) == 0
-    said = "".join(capsys.readouterr())
-    assert "of 16 documents a GPU and step dealt out by_work; passes: train,forward" in said
-    assert "CAD leaves documents on the GPUs that have them" in said and "CAD in place *" in said

@@ -226,4 +226,4 @@ def test_given_and_unlimited() -> None:
 def test_users_are_told_of_all_nano_batches_together() -> None:
     room = Room(2**30, (1, 1), (1, 1), parts=2)
     assert "at rank 3 needs 3.00 GiB at once, 1.00 GiB more than the 2.00 GiB" in str(too_much(room, 1.5 * 2**30, 3))
-    assert 'Set "memory" to at least 3 (GiB)' in str(too_much(room, 1.5 * 2**30, 3))
+    assert 'Set "memory" to at least 3.02 (GiB)' in str(too_much(room, 1.5 * 2**30, 3))
