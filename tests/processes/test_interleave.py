@@ -129,3 +129,18 @@ def _with_a_number(rank: int, world: int) -> str:
 
 def test_where_outputs_cannot_be_joined_parts_do_not_alternate(workers: WorkerPool) -> None:
     assert all('"norm"' in reason for reason in workers.run(_with_a_number, 2))
+
+
+def _follow(rank: int, world: int) -> str:
+    """An evaluation for which rank 1 has nothing, of a model whose parts cannot alternate."""
+    model = _apply(training.tiny_llama(), forward_only="balanced").eval()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    expected = training.alone(training.tiny_llama(), docs := training.documents([200, 31], seed=3))[0]
+    with torch.no_grad():
+        for batch in deepspeed_cad.current_session().look_ahead([training.pack(docs)][rank:], model):
+            assert abs(float(training.loss_sum(model, batch)) - expected) < 1e-8
+    return _reason(model)
+
+
+def test_a_rank_that_only_follows(workers: WorkerPool) -> None:
+    assert all("reentrant" in reason for reason in workers.run(_follow, 2))

@@ -180,25 +180,6 @@ def test_hosts_are_even_first() -> None:
     assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_rows_beside_a_long_one_take_as_long_as_it(padded: bool) -> None:
-    """10 samples of 10 tokens meet the one of 100, and the micro-batch after them has little left."""
-    step = step_of([[[100], [10] * 7], [[10] * 4, [10] * 3]], padded)
-    dealt = deal(step, costs_of(step, 0.0), 0.05)
-    assert dealt is not None and dealt.after == (100 + 20) * EACH < dealt.before == (100 + 70) * EACH
-    assert np.sort(dealt.tokens).tolist() == [[20, 100], [20, 100]]
-    in_seconds = deal(step, Costs(np.zeros(15), np.full(2, 1e-9), np.ones(2)), 0.05)
-    assert in_seconds is not None and in_seconds.tokens.tolist() == dealt.tokens.tolist()
-
-
-def test_documents_move_so_that_less_attention_does() -> None:
-    """Balanced attention would end as early, but half of that of the long ones would travel."""
-    step = step_of([[[100, 100]], [[10] * 20]])
-    dealt = deal(step, costs_of(step), 0.05)
-    assert dealt is not None and dealt.after == dealt.before and dealt.tokens.tolist() == [[200], [200]]
-    assert np.bincount(dealt.pieces.rank, costs_of(step).work).tolist() == [5600.0, 5600.0]
-
-
 def test_rank_0_keeps_its_order_and_the_others_follow_it() -> None:
     """The heaviest micro-batches of all ranks at the same time, equal ones in the order of their loader."""
     step = step_of([[[10], [5, 5], [20], [5, 5]], [[30], [4], [7], [4]]])
