@@ -20,7 +20,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 UNSEEN = (ast.Raise, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.JoinedStr)
 """What is left as it is: texts, and what decides only about them."""
-SYMMETRIC = ("max", "min", "maximum", "minimum", "array_equal", "isclose", "gcd", "suppress")
+SYMMETRIC = "max min maximum minimum array_equal isclose gcd suppress transpose promote_types".split()
 """Functions for which the order of arguments cannot matter."""
 
 
