@@ -39,8 +39,7 @@ def fold_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     # On a CPU the last numbers of a vector loop round otherwise than those before them, by where they lie: not in fp64.
     wide = torch.float64 if lse.device.type == "cpu" else lse.dtype
     total = torch.logaddexp(lse.to(wide), sinks.to(wide))
-    share = torch.exp(lse.to(wide) - total).unsqueeze(-1)
-    return torch.mul(o, share, out=torch.empty_like(o)), total.to(lse.dtype)  # rounded once
+    return o * torch.exp(lse.to(wide) - total).unsqueeze(-1).to(o.dtype), total.to(lse.dtype)
 
 
 def new_outputs(schedule: DeviceSchedule, q_THD: Tensor, v_TKV: Tensor) -> Outputs:
