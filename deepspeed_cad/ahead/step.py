@@ -36,8 +36,8 @@ ORDERED = (
 DEALT = "documents are dealt out to all ranks before each step, so compare losses of whole steps, summed over ranks"
 """What a user must know who compares losses with those of a run without CAD."""
 NOT_STATED = "nothing says that the loss is divided by the targets of all ranks"
-AT_RANDOM = re.compile(r"drop|jitter|noise")
-"""Names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
+AT_RANDOM = cache(re.compile(r"drop|jitter|noise").search)
+"""Finds names of attributes of modules that are probabilities, or sizes, of what falls on tokens at random."""
 EXPERTS = "deepspeed.moe."
 OF_EXPERTS = "DeepSpeed's mixture of experts has a capacity and a loss of all tokens of a micro-batch"
 Due = Callable[[], list[Any]]
@@ -265,7 +265,7 @@ def batch_rope(config: Any) -> str:
 
 def find_random(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
-        values = {key: value for key, value in vars(module).items() if _is_random(key)}
+        values = {key: value for key, value in vars(module).items() if AT_RANDOM(key)}
         if "Dropout" in type(module).__name__:
             values["p"] = getattr(module, "p", 0.0)
         for key, value in values.items():
@@ -274,9 +274,6 @@ def find_random(model: torch.nn.Module) -> str:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
                 return f"{name}.{key} is {value:g}, and would fall on other tokens".lstrip(".")
     return ""
-
-
-_is_random = cache(AT_RANDOM.search)
 
 
 def _is_readable(batch: Any) -> bool:
