@@ -3,14 +3,19 @@
     python tests/mutate.py --rooms planner layout --mutants 200 --unit
     python tests/mutate.py --mutants 100 --seconds 3600          # all rooms; again: goes on where it stopped
 
-First all tests run once in a copy of the checkout, where coverage.py notes which of them run which line. Then each
-mutant is written into the copy, and those that run its line are run until one fails. The checkout itself is never
-changed. Writes report.json to `--output`. Equivalent mutants, listed in tests/README.md with the reason, do not count.
+This process imports torch and the frameworks, never the package. A fork of it reads one file of tests, and each of
+its tests runs in a fork of that, where coverage.py notes which lines it runs. Then each mutant is written into a copy
+of the checkout, and in a fork that imports it the tests of its line run, each in a fork of its own, until one fails.
+Workers of tests of processes are forks, too. The checkout is never changed. Writes report.json to `--output`.
+Equivalent mutants, listed in tests/README.md with the reason, do not count.
 """
 
 import argparse
+import ast
 import contextlib
+import difflib
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -19,29 +24,32 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import coverage
+import pool
 import pytest
 import torch
-import transformers  # noqa: F401, forked processes have it then
+from _pytest.runner import runtestprotocol
 from mutants import Mutant, find_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
+FORK = get_context("fork")
 RESULTS = ("killed", "survived", "equivalent")
+STORE = "tests.json"
+"""Which tests ran which line, for the next run."""
 RULES = """[run]
 source = {copy}/deepspeed_cad
     {copy}/integrations
 data_file = {place}/data
 parallel = true
-dynamic_context = test_function
 sigterm = true
 patch = _exit
     fork
-    subprocess
 """
 
 
@@ -51,19 +59,19 @@ def room_of(path: str) -> str:
     return "integrations" if parts[0] == "integrations" else parts[1].removesuffix(".py")
 
 
-def sources() -> list[str]:
-    """All modules, from the root of the checkout."""
+def sources() -> dict[str, str]:
+    """All modules, from the root of the checkout, and their text."""
     files = [*(ROOT / "deepspeed_cad").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
-    return sorted(str(file.relative_to(ROOT)) for file in files)
+    return {str(file.relative_to(ROOT)): file.read_text() for file in sorted(files)}
 
 
 def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     """Mutants in random order, from each room in proportion to what can be changed there."""
     by_room: dict[str, list[Mutant]] = defaultdict(list)
-    for path in sources():
+    for path, text in sources().items():
         names = {room_of(path), path.removeprefix("deepspeed_cad/").removesuffix(".py")}
         if not rooms or names & set(rooms):
-            by_room[room_of(path)] += find_mutants(path, (ROOT / path).read_text())
+            by_room[room_of(path)] += find_mutants(path, text)
     if not by_room:
         raise SystemExit(f"no such room: {', '.join(rooms)}")
     total = sum(map(len, by_room.values()))
@@ -81,119 +89,178 @@ def equivalent() -> list[re.Pattern[str]]:
     return [re.compile(re.escape(entry).replace(r"\*", ".*")) for entry in entries]
 
 
-def cover(copy: Path, file: str) -> tuple[float, dict[str, dict[str, list[int]]]]:
-    """Seconds of a file of tests; and the lines of each module that each of its tests runs. What an import, a fixture,
-    a thread or another process runs counts for the file."""
-    place, started = copy / "coverage" / Path(file).stem, time.monotonic()
-    place.mkdir(parents=True)
-    (place / "rules").write_text(RULES.format(copy=copy, place=place))
-    code = run_tests(copy, [file], place)
-    seconds = time.monotonic() - started
-    print(f"{file}: {seconds:.0f} s", flush=True)
-    if code not in (0, 5):  # 5: none of its tests is one of these
-        raise SystemExit(f"{file} fails without a mutant, too: see {place / 'tests.log'}")
-    text = (ROOT / file).read_text()
-    found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for part in place.glob("data.*"):
-        data = coverage.CoverageData(str(part))
+def open_copy(output: Path) -> None:
+    """A copy of the checkout for this process alone, which tries one mutant after the other there."""
+    global _copy
+    _copy = output / "copies" / str(os.getpid())
+    shutil.copytree(ROOT, _copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+
+
+class Apart:
+    """A plugin of pytest: each test runs in a fork of its own, so that none finds what another one left."""
+
+    def __init__(self, limits_s: Mapping[str, float], notes: Path | None) -> None:
+        """`limits_s`: after how long a test hangs, which is a failure. Stops at the first failure, unless coverage.py
+        is to write into folders of `notes`."""
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+        self._limits_s, self._notes = limits_s, notes
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
+        """Called by pytest in place of its own loop over set-up, call and tear-down."""
+        begun = time.monotonic()
+        if not (pid := os.fork()):
+            self._run(item)
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() - begun > self._limits_s.get(item.nodeid, 300.0):
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        self.seconds[item.nodeid] = round(time.monotonic() - begun, 2)
+        if ended[1]:
+            self.failed.append(item.nodeid)
+            item.session.shouldstop = "" if self._notes else "killed"
+        return True
+
+    def _run(self, item: pytest.Item) -> None:
+        failed = True
         try:
-            data.read()
-        except coverage.CoverageException:  # of a process that was killed while it wrote
-            continue
-        for path in data.measured_files():
-            module = str(Path(path).resolve().relative_to(copy.resolve()))
-            for line, contexts in data.contexts_by_lineno(path).items():
-                for context in contexts:
-                    name = context.rpartition(".")[2]  # hypothesis has a test_function, too
-                    found[f"{file}::{name}" if f"def {name}(" in text else file][module].add(line)
-    return seconds, {test: {path: sorted(lines) for path, lines in of.items()} for test, of in found.items()}
+            os.setsid()
+            if self._notes:
+                place = self._notes / str(len(self.seconds))
+                place.mkdir()
+                (place / "rules").write_text(RULES.format(copy=Path.cwd(), place=place))
+                watch = coverage.Coverage(config_file=str(place / "rules"))
+                watch.start()
+            reports = runtestprotocol(item, log=False)
+            failed = any(report.failed for report in reports)
+            print(item.nodeid, *(report.longreprtext for report in reports), flush=True)
+        finally:
+            if self._notes:
+                watch.stop()
+                watch.save()
+            os._exit(failed)
 
 
-class Coverage:
-    """Which tests run which line."""
+def run_tests(tests: Iterable[str], limits_s: Mapping[str, float], notes: Path | None = None) -> dict[str, Any]:
+    """pytest's exit code, seconds and failures in a fork that imports the package of this process's copy."""
+    answer = (notes or _copy) / "answer.json"
+    answer.unlink(missing_ok=True)
+    if not (pid := os.fork()):
+        try:
+            _in_child(tests, Apart(limits_s, notes), answer)
+        finally:
+            os._exit(70)
+    os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return json.loads(answer.read_text()) if answer.exists() else {"code": 70, "seconds": {}, "failed": []}
 
-    def __init__(self, copy: Path, output: Path, unit: bool) -> None:
-        store, modules = output / "coverage.json", hashlib.sha256()
-        for path in sources():
-            modules.update((ROOT / path).read_bytes())
+
+def _in_child(tests: Iterable[str], apart: Apart, answer: Path) -> None:
+    os.setsid()
+    os.chdir(_copy)
+    log = os.open(answer.with_name("tests.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.environ["PYTHONPATH"] = str(_copy)
+    sys.path[:0] = [str(_copy)]
+    pool.fork_server = lambda preload=(): FORK
+    if hasattr(sys.modules["__main__"], "__file__"):
+        del sys.modules["__main__"].__file__  # or every worker would import this script
+    importlib.import_module("deepspeed_cad.launch.deepspeed_hook").install()
+    code = int(pytest.main(["-s", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests], plugins=[apart]))
+    answer.write_text(json.dumps({"code": code, "seconds": apart.seconds, "failed": apart.failed}))
+
+
+def cover(file: str) -> dict[str, dict[str, Any]]:
+    """Seconds of each test of a file, and the lines of each module that it runs; not of those that fail."""
+    notes, begun, found = _copy / "notes" / Path(file).stem, time.monotonic(), {}
+    notes.mkdir(parents=True)
+    ran = run_tests([file], {}, notes)
+    for number, (test, seconds) in enumerate(ran["seconds"].items()):
+        lines: dict[str, set[int]] = defaultdict(set)
+        for part in (notes / str(number)).glob("data.*"):
+            data = coverage.CoverageData(str(part))
+            with contextlib.suppress(coverage.CoverageException):  # of a process that was killed while it wrote
+                data.read()
+                for path in data.measured_files():
+                    lines[str(Path(path).resolve().relative_to(_copy.resolve()))] |= set(data.lines(path) or ())
+        found[test] = {"seconds": seconds, "lines": {path: sorted(of) for path, of in lines.items()}}
+    failed = [found.pop(test) and test for test in ran["failed"]]
+    print(f"{file}: {time.monotonic() - begun:.0f} s", *(f"; fails without a mutant: {test}" for test in failed))
+    if not failed:
+        shutil.rmtree(notes)
+    return found
+
+
+class Tests:
+    """Which tests run which line, and how long they take."""
+
+    def __init__(self, workers: ProcessPoolExecutor, output: Path, unit: bool) -> None:
+        """What earlier runs noted is read from `output`, for the lines of the modules that are as they were."""
+        store, modules = output / STORE, sources()
         folders = ["unit"] if unit else ["processes", "unit"]
         files = [str(one.relative_to(ROOT)) for of in folders for one in (ROOT / "tests" / of).glob("test_*.py")]
-        digests = {file: modules.hexdigest() + hashlib.sha256((ROOT / file).read_bytes()).hexdigest() for file in files}
-        known = json.loads(store.read_text()) if store.exists() else {}
-        known = {file: one for file, one in known.items() if digests.get(file) == one["digest"]}
-        new = sorted(set(files) - set(known))
-        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-            for file, (seconds, ran) in zip(new, pool.map(cover, [copy] * len(new), new)):
-                known[file] = {"digest": digests[file], "seconds": seconds, "ran": ran}
-        store.write_text(json.dumps(known))
-        self._seconds = {file: one["seconds"] for file, one in known.items()}
-        self._tests: dict[tuple[str, int], list[str]] = defaultdict(list)
-        self._count: Counter[str] = Counter()
-        for test, ran in (pair for one in known.values() for pair in one["ran"].items()):
-            self._count[test] = sum(map(len, ran.values()))
-            for path, line in ((path, line) for path, lines in ran.items() for line in lines):
-                self._tests[path, line].append(test)
+        digests = {file: hashlib.sha256((ROOT / file).read_bytes()).hexdigest() for file in files}
+        known = json.loads(store.read_text()) if store.exists() else {"modules": {}, "files": {}}
+        moved = {path: _moved(text, modules.get(path, "")) for path, text in known["modules"].items()}
+        for test in (test for one in known["files"].values() for test in one["tests"].values()):
+            for path, lines in test["lines"].items():
+                lines[:] = [moved[path][line] for line in lines if line in moved[path]]
+        kept = {file: one for file, one in known["files"].items() if digests.get(file, one["digest"]) == one["digest"]}
+        new = sorted(set(files) - set(kept))
+        for file, tests in zip(new, workers.map(cover, new)):
+            kept[file] = {"digest": digests[file], "tests": tests}
+        store.write_text(json.dumps({"modules": modules, "files": kept}))
+        self._modules, self._lines = modules, defaultdict[str, dict[str, set[int]]](dict)
+        self.seconds: dict[str, float] = {}
+        for test, one in (pair for file in files for pair in kept[file]["tests"].items()):
+            self.seconds[test] = one["seconds"]
+            for path, lines in one["lines"].items():
+                self._lines[path][test] = set(lines)
+        self._count = Counter(test for of in self._lines.values() for test, lines in of.items() for _ in lines)
 
-    def tests(self, mutant: Mutant, most_s: float) -> list[str]:
-        """Those that run the line of a mutant: of the module's own tests, and those that run few lines, first; whole
-        files last, while all take no more than `most_s`."""
-        at, stem, chosen, left = mutant.line, Path(mutant.path).stem, [], most_s
-        while at > mutant.line - 12 and (mutant.path, at) not in self._tests:  # of a long call not each line is noted
-            at -= 1
-        found = self._tests[mutant.path, at]
-        for test in sorted(found, key=lambda one: ("::" not in one, stem not in one, self._count[one])):
-            left -= 0.0 if "::" in test else self._seconds[test]
-            if left >= 0.0:
+    def of(self, mutant: Mutant, most_s: float) -> list[str]:
+        """Those that run the line of a mutant, in at most `most_s`, half of it for unit tests, which come first: before
+        others those of a file named like the module, and those that run few lines."""
+        ran, stem, chosen = self._lines[mutant.path], Path(mutant.path).stem, []
+        found = next(filter(None, ([test for test in ran if ran[test] & piece] for piece in self._around(mutant))), [])
+        for test in sorted(found, key=lambda one: ("processes/" in one, stem not in one, self._count[one])):
+            most = most_s if "processes/" in test else most_s / 2
+            if sum(self.seconds[one] for one in [*chosen, test]) <= most:
                 chosen.append(test)
         return chosen
 
-
-def run_tests(copy: Path, tests: list[str], place: Path | None = None) -> int:
-    """pytest's exit code on a copy of the checkout, in a process that has torch already; a test that hangs fails.
-    `place`: of what coverage.py notes meanwhile."""
-    if not (pid := os.fork()):
-        _in_child(copy, tests, place)
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(status)
+    def _around(self, mutant: Mutant) -> Iterator[set[int]]:
+        """Lines of the pieces of code that hold a mutant, from the smallest to the whole module: of a long call not
+        each line is noted, of what an import runs none."""
+        nodes = [node for node in ast.walk(ast.parse(self._modules[mutant.path])) if hasattr(node, "lineno")]
+        pieces = [range(node.lineno, node.end_lineno + 1) for node in nodes]
+        yield from map(set, sorted((piece for piece in pieces if mutant.line in piece), key=len))
+        yield set(range(1, 1 + len(self._modules[mutant.path].splitlines())))
 
 
-def _in_child(copy: Path, tests: list[str], place: Path | None) -> None:
-    code = 70
-    try:
-        os.setsid()
-        os.chdir(copy)
-        log = os.open((place or copy) / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1), os.dup2(log, 2)
-        os.environ["PYTHONPATH"] = str(copy)
-        sys.path[:0] = [str(copy)]
-        if hasattr(sys.modules["__main__"], "__file__"):
-            del sys.modules["__main__"].__file__  # or every worker would import this script
-        watch = None if place is None else coverage.Coverage(config_file=str(place / "rules"))
-        if watch is not None:
-            watch.start()
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]))
-        if watch is not None:
-            watch.stop()
-            watch.save()
-    finally:
-        os._exit(code)
+def _moved(before: str, now: str) -> dict[int, int]:
+    """Numbers of the lines that are in both texts: in the first one, in the second one."""
+    blocks = difflib.SequenceMatcher(None, before.splitlines(), now.splitlines(), autojunk=False).get_matching_blocks()
+    return {1 + one.a + at: 1 + one.b + at for one in blocks for at in range(one.size)}
 
 
-def try_mutant(mutant: Mutant, tests: list[str], copy: Path) -> dict[str, Any]:
-    """Write a mutant into the copy, run tests until one fails, and put the file back."""
-    target, started = copy / mutant.path, time.monotonic()
+def try_mutant(mutant: Mutant, limits_s: Mapping[str, float], deadline: float) -> dict[str, Any] | None:
+    """Write a mutant into the copy, run tests until one fails, and put the file back; None after the deadline."""
+    if (begun := time.monotonic()) > deadline:
+        return None
+    target = _copy / mutant.path
     target.write_text(mutant.apply((ROOT / mutant.path).read_text()))
     # Compiled files are found by size and second of change: no mutant may be taken for another, or for the original.
     os.utime(target, (0, int(mutant.rank(0)[:7], 16)))
     try:
-        code = run_tests(copy, tests) if tests else 0
+        ran = run_tests(limits_s, limits_s) if limits_s else {"code": 0, "failed": []}
     finally:
         shutil.copy2(ROOT / mutant.path, target)
-    by = " ".join(re.findall(r"^(?:FAILED|ERROR) (\S+)", (copy / "tests.log").read_text(errors="replace"), re.M)[:1])
-    seconds = round(time.monotonic() - started, 1)
-    return {"result": "killed" if code else "survived", "seconds": seconds, "by": by if code else ""}
+    by = " ".join(ran["failed"]) or (f"pytest's exit code {ran['code']}" if ran["code"] else "")
+    return {"result": "killed" if by else "survived", "seconds": round(time.monotonic() - begun, 1), "by": by}
 
 
 def write_report(output: Path, results: dict[str, dict[str, Any]], about: str) -> str:
@@ -215,8 +282,9 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="another seed, other mutants")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
-    parser.add_argument("--tests-seconds", type=float, default=900.0, help="of tests of processes for one mutant")
+    parser.add_argument("--tests-seconds", type=float, default=120.0, help="of tests for one mutant, in all")
     parser.add_argument("--unit", action="store_true", help="unit tests alone")
+    parser.add_argument("--anew", action="store_true", help="forget which tests ran which line")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
     args = parser.parse_args()
     if os.environ.get("DEEPSPEED_CAD_AUTOLOAD") != "0":  # nothing of the package before the fork
@@ -224,31 +292,41 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
     os.environ.pop("DEEPSPEED_CAD_AUTOLOAD")  # child processes then wait for the import of deepspeed as always
     torch.set_num_threads(1)
-    started, copy, report = time.monotonic(), args.output / "copy", args.output / "report.json"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
+    for name in (*pool.PRELOAD, *pool.HOSTS):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    begun, report = time.monotonic(), args.output / "report.json"
+    shutil.rmtree(args.output / "copies", ignore_errors=True)
+    if args.anew:
+        (args.output / STORE).unlink(missing_ok=True)
     chosen, harmless = choose(args.rooms, args.mutants, args.seed), equivalent()
-    covered = Coverage(copy, args.output, args.unit)
     earlier = json.loads(report.read_text())["mutants"] if report.exists() else {}
     results: dict[str, dict[str, Any]] = {}
     about = f"Seed {args.seed}, {len(chosen)} mutants of {', '.join(args.rooms) or 'all rooms'}."
-    for mutant in chosen:
-        digest = hashlib.sha256((ROOT / mutant.path).read_bytes()).hexdigest()[:12]
-        known = earlier.get(mutant.name, {"digest": ""})
-        names = mutant.name, f"{mutant.path} {mutant.scope}: {mutant.operator}"
-        if any(entry.fullmatch(name) for entry in harmless for name in names):
-            found = {"result": "equivalent", "seconds": 0.0, "by": ""}
-        elif known["digest"] == digest and known["result"] == "killed":
-            found = known
-        elif time.monotonic() - started > args.seconds:
-            continue
-        else:
-            found = try_mutant(mutant, covered.tests(mutant, args.tests_seconds), copy)
-            if found["result"] != "killed":
-                print(f"{found['result']}: {mutant.name} (line {mutant.line}, {found['seconds']:.0f} s)", flush=True)
-        facts = {"room": room_of(mutant.path), "line": mutant.line, "operator": mutant.operator, "digest": digest}
-        results[mutant.name] = facts | found
-        write_report(args.output, results, about)
+    with ProcessPoolExecutor(mp_context=FORK, initializer=open_copy, initargs=(args.output,)) as workers:
+        tests = Tests(workers, args.output, args.unit)
+        tried = {}
+        for mutant in chosen:
+            digest = hashlib.sha256((ROOT / mutant.path).read_bytes()).hexdigest()[:12]
+            known = earlier.get(mutant.name, {"digest": ""})
+            names = mutant.name, f"{mutant.path} {mutant.scope}: {mutant.operator}"
+            facts = {"room": room_of(mutant.path), "line": mutant.line, "operator": mutant.operator, "digest": digest}
+            if any(entry.fullmatch(name) for entry in harmless for name in names):
+                results[mutant.name] = facts | {"result": "equivalent", "seconds": 0.0, "by": ""}
+            elif known["digest"] == digest and known["result"] == "killed":
+                results[mutant.name] = known
+            else:
+                some = tests.of(mutant, args.tests_seconds)
+                limits_s = {test: 60.0 + 5.0 * tests.seconds[test] for test in some}
+                tried[mutant.name] = facts, workers.submit(try_mutant, mutant, limits_s, begun + args.seconds)
+        for name, (facts, trial) in tried.items():
+            if found := trial.result():
+                results[name] = facts | found
+                print(
+                    f"{found['result']}: {name} (line {facts['line']}, {found['seconds']:.0f} s) {found['by']}",
+                    flush=True,
+                )
+                write_report(args.output, results, about)
     print(write_report(args.output, results, about))
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-_PRELOAD = ["torch", "torch.distributed", "transformers", "numpy", "pytest", "setuptools"]
-_HOSTS = [
+PRELOAD = ["torch", "torch.distributed", "transformers", "numpy", "pytest", "setuptools"]
+HOSTS = [
     "transformers.trainer", "accelerate", "deepspeed", "peft", "datasets", "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer", "networkx", "torch._inductor.compile_fx",
 ]  # fmt: skip
@@ -30,7 +30,7 @@ def fork_server(preload: tuple[str, ...] = ()) -> Any:
     """Processes of this context are forks of one that has imported what tests need, and `preload`."""
     context = mp.get_context("forkserver")
     # With a GPU, DeepSpeed's import asks CUDA for devices, and a process that did so cannot be forked.
-    context.set_forkserver_preload([*_PRELOAD, *([] if torch.cuda.is_available() else _HOSTS), *preload])
+    context.set_forkserver_preload([*PRELOAD, *([] if torch.cuda.is_available() else HOSTS), *preload])
     return context
 
 
