@@ -426,10 +426,15 @@ def _end() -> None:
     # Set by the interpreter when it has shown what ended the script.
     reason = why_ended(getattr(sys, "last_value", None))
     for session in _sessions:
-        session.leave(reason)
-        session.say_last(reason)
-        if session.tracer is not None and not reason:
-            session.tracer.finish()
+        say_goodbye(session, reason)
+
+
+def say_goodbye(session: Session, reason: str) -> None:
+    """This process ends, without closing its session; `reason` is empty where all is well."""
+    session.leave(reason)
+    session.say_last(reason)
+    if session.tracer is not None and not reason:
+        session.tracer.finish()
 
 
 def close_session() -> None:

@@ -44,7 +44,21 @@ class ActivationCheck:
     def close(self) -> None:
         self._handle.remove()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Looks; where forward and backward run in a closure (Lightning, LBFGS), behind that. Gives torch the arguments
+        of the step, if these change."""
+        closure = args[1] if args[1:] else kwargs.get("closure")
+        if not callable(closure):
+            return self._look(optimizer)
+
+        def run() -> Any:
+            loss = closure()
+            self._look(optimizer)
+            return loss
+
+        return ((args[0], run, *args[2:]), kwargs) if args[1:] else (args, {**kwargs, "closure": run})
+
+    def _look(self, optimizer: Any) -> None:
         if (session := current_session()) is None or not session.statistics.micro_batches:
             if self.was_active:  # a session that has ended since
                 self.close()

@@ -7,6 +7,7 @@ line, environment, output, exit code, what runs at exit. Tests of launchers, and
 import atexit
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,19 +60,20 @@ def launch(count: int, words: Sequence[str], folder: Path, **variables: str) -> 
     Gives the first exit code that is not 0, and what all ranks wrote, one after the other, as stdout and as stderr."""
     environment = {**os.environ, **variables, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with tempfile.TemporaryDirectory() as outputs:
-        files = [Path(outputs, f"rank{rank}.log") for rank in range(count)]
-        scripts = [
-            Script(words, folder, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file)
-            for rank, file in enumerate(files)
-        ]
-        try:
-            while None in (codes := [script.poll() for script in scripts]) and not any(codes):
-                time.sleep(0.05)
-        finally:
-            for script in scripts:
-                script.kill()
+    outputs = tempfile.mkdtemp()  # a TemporaryDirectory would go where a fork of this process ends
+    files = [Path(outputs, f"rank{rank}.log") for rank in range(count)]
+    scripts = [
+        Script(words, folder, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, file)
+        for rank, file in enumerate(files)
+    ]
+    try:
+        while None in (codes := [script.poll() for script in scripts]) and not any(codes):
+            time.sleep(0.05)
         said = "\n".join(file.read_text() for file in files)
+    finally:
+        for script in scripts:
+            script.kill()
+        shutil.rmtree(outputs)
     return subprocess.CompletedProcess(list(words), next(filter(None, codes), 0), said, said)
 
 

@@ -99,7 +99,7 @@ class LookAheadLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        return getattr(object.__getattribute__(self, "_loader"), name)  # a copy under way has none
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

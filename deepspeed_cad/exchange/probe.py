@@ -30,6 +30,9 @@ logger = logging.getLogger("deepspeed_cad")
 NAMES = ("nvlink", "mixed", "nccl", "c10d")
 """Fastest first."""
 
+NOT_OPENED = (CADUnsupportedError, UnreachedError)
+"""What `open_transport` raises on every rank of a group."""
+
 _UNREACHED = -1
 """A rank's answer to whether it could make a transport: 0 and 1 are no and yes."""
 

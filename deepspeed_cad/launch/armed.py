@@ -126,7 +126,7 @@ def farewell(reason: str) -> None:
     module = sys.modules.get("deepspeed_cad.session")
     session = module.current_session() if module is not None else None
     if session is not None:
-        session.leave(reason)
+        module.say_goodbye(session, reason)
     elif (role := published()) is not None:
         from deepspeed_cad.server.meeting import Rendezvous
 

@@ -5,6 +5,7 @@ pulled at once, so that their documents are known before the first forward. In: 
 of transformers' collators. Out: pairs for DeepSpeed, with their documents.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,7 @@ class Reader:
     """Reads loaders ahead. What was read and is not trained yet comes first when its loader is read again."""
 
     def __init__(self) -> None:
-        self._ahead: list[tuple[Any, list[Loaded | Exception]]] = []
+        self._ahead: list[tuple[Callable[[], Any], list[Loaded | Exception]]] = []
 
     def peek(
         self, iterator: Iterator[Any] | None, count: int, has_loss: bool, change: Callable[[Any], Any] | None = None,
@@ -137,8 +138,16 @@ class Reader:
         del self._of(iterator)[:count]
 
     def _of(self, iterator: Any) -> list[Loaded | Exception]:
-        if (found := next((ahead for known, ahead in self._ahead if known is iterator), None)) is None:
+        if (found := next((ahead for known, ahead in self._ahead if known() is iterator), None)) is None:
             found = []
-            # Those of which nothing is kept are forgotten, such as of evaluations.
-            self._ahead = [*(one for one in self._ahead if one[1]), (iterator, found)]
+            # Those of which nothing is kept are forgotten, such as of evaluations, and those that the script let go.
+            self._ahead = [*(one for one in self._ahead if one[1] and one[0]() is not None), (_refer(iterator), found)]
         return found
+
+
+def _refer(iterator: Any) -> Callable[[], Any]:
+    """Gives the iterator, or None once nobody else holds it, so that a loader's processes end with it."""
+    try:
+        return weakref.ref(iterator)
+    except TypeError:  # of a list, a zip, a map
+        return lambda: iterator

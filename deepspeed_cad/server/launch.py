@@ -55,7 +55,9 @@ def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, 
     Raises CADConfigError where the reservation does not fit the launch; on all processes alike where each can tell."""
     rank, world, local, size, host, hosts = _read_place(environment)
     rendezvous = f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}"
-    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    # Each host counts only what failed there. The number is needed where the store outlives an attempt.
+    outlives = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) if outlives else 0
     kind, value = next(iter(servers.items()))
     if kind == "joined":
         return Split(world, value, rank, rendezvous, attempt), {}

@@ -115,10 +115,12 @@ class Hello:
 def open_store(rendezvous: str, timeout_s: float) -> dist.Store:
     """A connection of its own to the job's store. Raises CADPeerError where nobody listens there in time."""
     host, _, port = rendezvous.rpartition(":")
+    limit = timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        connect = partial(dist.TCPStore, host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        made = run_aside("connects to the store", connect)  # no signal reaches a thread that waits in there
+        wait_until(made.done, math.inf)
+        return made.result()
     except (RuntimeError, ValueError) as error:
         raise CADPeerError(
             f"no store of torch.distributed answers at {rendezvous} (MASTER_ADDR:MASTER_PORT of the trainers) within "
@@ -296,8 +298,8 @@ def take_place(rendezvous: str, timeout_s: float) -> tuple[Split, CADConfig]:
     if number > job["servers"] and not changes:
         raise CADConfigError(
             f"the job at {rendezvous} has its {job['servers']} servers already, and this one would be number {number}: "
-            "two launches use the same rendezvous, or too many servers were started. Servers may come while a job "
-            'runs where it says "on_server_failure": "continue"'
+            "two launches use the same rendezvous, too many servers were started, or one of them ended before all had "
+            'met: start the training anew. Servers may come while it runs where it says "on_server_failure": "continue"'
         )
     return Split(job["trainers"], job["servers"], job["trainers"] + number - 1, rendezvous, job["attempt"]), config
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -58,7 +59,11 @@ class Leader:
 
     def tell(self, head: dict[str, Any], arrays: tuple[Ints, ...] = ()) -> None:
         """One frame, behind what is over by now."""
-        if over := [self._over.popleft() for _ in range(len(self._over))]:
+        over: list[int] = []
+        with suppress(IndexError):  # none is left: two threads come here, that of look-ahead and that which trains
+            while True:
+                over.append(self._over.popleft())
+        if over:
             self._tell({"do": RELEASE, "turns": over}, ())
         self._tell(head, arrays)
 

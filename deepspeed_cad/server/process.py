@@ -22,7 +22,7 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, ServerLostError, in_one_line
 from deepspeed_cad.exchange.group import OwnGroup, numbers_of
-from deepspeed_cad.exchange.probe import Opened, with_links
+from deepspeed_cad.exchange.probe import NOT_OPENED, Opened, with_links
 from deepspeed_cad.kernels.registry import choose
 from deepspeed_cad.notice import counted, notice
 from deepspeed_cad.profiles.speed import find_speeds
@@ -185,7 +185,10 @@ class _Server:
             self.opened = None
             release()
         self._links.generation = members.generation
-        self._begin_with(members)
+        try:
+            self._begin_with(members)
+        except NOT_OPENED as error:  # trainers have it, too, and give up who has just come
+            raise ServerLostError(str(error)) from error
 
     def _explain(self, error: Exception) -> str:
         """Why this server ends: what ended the trainers, if they did; else its own failure, which they are told."""

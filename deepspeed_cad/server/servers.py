@@ -31,7 +31,7 @@ from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.patience import LOOK_S, wait_until
 from deepspeed_cad.exchange.group import OwnGroup
-from deepspeed_cad.exchange.probe import Opened
+from deepspeed_cad.exchange.probe import NOT_OPENED, Opened
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.layout import Ints
 from deepspeed_cad.notice import notice
@@ -249,9 +249,10 @@ class SurvivingServers(ReservedServers):
         if self._transport is not None:
             self.bytes_sent += self._transport.bytes_sent
             self._given_up.append(self._transport.abandon())
-        opened, agreed = None, False
+        opened, agreed, seen = None, False, set(before.servers)
         while not agreed:
             self._agree(came)
+            seen.update(self.members.servers)
             try:
                 opened, well = None, True
                 if self.members.ranks > 1:
@@ -259,13 +260,19 @@ class SurvivingServers(ReservedServers):
             except ServerLostError as lost:
                 logger.info("one more: %s", lost)
                 opened, well = None, False
+            except NOT_OPENED as error:
+                if not (new := [one for one in self.members.servers if one not in before.servers]):
+                    raise
+                for number in new:
+                    self.link.lose(number, f"it came, and could not be reached by a transport: {error}")
+                opened, well = None, False
             if not (agreed := self._all(well)) and opened is not None:
                 self._given_up.append(opened.transport.abandon())
         self.liveness.idle_after = idle_after
         self._transport = None if opened is None else opened.transport
         self._install(opened)
         if self.role.rank == 0:
-            notice(self._describe(before))
+            notice(self._describe(before, sorted(seen)))
 
     def _agree(self, came: int) -> None:
         gone = [number for number in self.members.servers if number in self.link.gone]
@@ -295,11 +302,11 @@ class SurvivingServers(ReservedServers):
             self.link.lose(number, str(error))
         return number
 
-    def _describe(self, before: Members) -> str:
+    def _describe(self, before: Members, seen: list[int]) -> str:
         now, gone = self.members.servers, self.link.gone
         changes = [
             f"server {number} ended: {gone[number]}"
-            for number in before.servers if number not in now
+            for number in seen if number not in now
         ] + [f"server {number} came" for number in now if number not in before.servers]  # fmt: skip
         rest = f"server{'s' * (len(now) > 1)} {', '.join(map(str, now))}" if now else "the trainers alone"
         return f"{'; '.join(changes)}. Training goes on with {rest}"
@@ -321,11 +328,11 @@ def join_servers(role: Split, config: CADConfig, device: torch.device) -> tuple[
         offer_places(meeting, mine)
     said = meeting.meet(mine)
     liveness = open_board(meeting, goes_on)
-    doors = {server.rank: meeting.find_door(server.rank, config.timeout_s) for server in said[role.trainers :]}
     try:
+        doors = {server.rank: meeting.find_door(server.rank, config.timeout_s) for server in said[role.trainers :]}
         connections = {number: connect_to(role.rank, said[number].what, door) for number, door in doors.items()}
     except CADError as error:
-        liveness.report(str(error))  # the others have connected, and wait
+        liveness.report(str(error))  # the others have connected, or wait for that
         raise
     link = ServerLink(role.rank, connections, liveness, max(config.timeout_s / 2, LEAST_SILENT_S))
     servers = (

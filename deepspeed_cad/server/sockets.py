@@ -42,7 +42,7 @@ CONNECT_S = 10.0
 GREET_S = 5.0
 """For a connection to send the greeting: a trainer does so at once."""
 MOST_GUESTS = 64
-"""Connections that have not yet greeted; of more, the oldest go."""
+"""Connections that have not yet greeted, beside those of all trainers; of more, the oldest go."""
 LOOK_S = 0.2
 """Between two looks."""
 
@@ -94,7 +94,7 @@ class Listener:
                     connection, peer = self._socket.accept()
                     self._guests.append(connection)
                     start_daemon("greets", partial(self._greet, connection, peer, trainers), None)
-                for guest in self._guests[:-MOST_GUESTS]:
+                for guest in self._guests[: -(MOST_GUESTS + trainers)]:
                     _hang_up(guest)
                 while not self._greeted.empty():
                     rank, connection = self._greeted.get()

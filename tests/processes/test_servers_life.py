@@ -74,6 +74,21 @@ def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
 
 
+def test_a_newcomer_that_cannot_exchange_ends_alone(job: Job) -> None:
+    job.serve("first")
+    job.launch_all(2, "until", "9", block=GOES_ON)
+    job.wait_for("rank0", "step 2")
+    fails = "import sys; from deepspeed_cad.exchange import probe; probe.c10d_transport = lambda *given: 1 / 0"
+    serve = f"from deepspeed_cad.cli import main; sys.exit(main(['serve', '--rendezvous', '127.0.0.1:{job.port}']))"
+    job.start("second", ["-c", f"{fails}; {serve}"])
+    job.wait_for("rank0", "server 3 ended: it came, and could not be reached by a transport")
+    job.wait_for("rank0", "Training goes on with server 2")
+    (job.folder / "stop").touch()
+    codes = job.ends("rank0")
+    assert codes.pop("second") == 1 and set(codes.values()) == {0}
+    assert "ZeroDivisionError" in job.said("second")
+
+
 def test_a_server_goes_on_while_trainers_save_what_they_have(job: Job) -> None:
     """As where a launcher signals all processes: twice at once counts as once."""
     job.launch_all(3, "until", "9")

@@ -88,6 +88,25 @@ def test_a_step_that_makes_an_optimizers_state_is_no_training(check, host) -> No
         optimizer.step()
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_where_a_closure_trains_it_is_looked_behind_it(check, host, by_name: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        (loss := weight.sum()).backward()
+        return loss
+
+    def step() -> Any:
+        return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+    with pytest.raises(CADError, match="not active at the first optimizer step"):
+        step()
+    assert weight.item() == 1.0
+    host.open()
+    assert step() == 1.0 and weight.item() < 1.0 and check.was_active
+
+
 def test_a_session_that_has_ended_is_no_problem(check, host, step) -> None:
     host.open()
     step()

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_cad.attention.backward import with_packed_heads
-from deepspeed_cad.attention.call import Calls, Released
+from deepspeed_cad.attention.call import AttentionCall, Calls, Released
 from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed, version_of
 from deepspeed_cad.attention.layer import LayerInput, whole_rank_tasks
@@ -202,6 +202,15 @@ def test_sinks_are_trained_alone(calls: Calls, run: Callable[..., torch.Tensor])
         if isinstance(call, SurvivingCall):
             with pytest.raises(CADError, match="a call whose backward is over"):
                 call.make_setup()
+
+
+def test_servers_that_stay_attend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, start = [], AttentionCall.start_forward
+    monkeypatch.setattr(AttentionCall, "start_forward", lambda self, *given: begun.append(1) or start(self, *given))
+    layer = Layer([8])
+    layer.micro_batch.calls = Calls(lambda make: SurvivingCall(make, SERVERS))
+    layer(*inputs(8)).sum().backward()
+    assert len(begun) == 1
 
 
 def tick_call() -> TickCall:

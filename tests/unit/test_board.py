@@ -45,6 +45,9 @@ def test_a_rank_that_stopped_or_closed_is_named() -> None:
     both = "rank 1 stopped: out of memory; rank 2 stopped: its session was closed"
     assert [board[0].why_hopeless(*there) for there in ((), (5,), (0, 10))] == [both] * 3
     assert [board[0].why_hopeless(*there) for there in ((4,), (0, 9))] == [both.split(";")[0]] * 2, "it took part"
+    board[0].announce("a file is damaged")
+    board[0].close()
+    assert "rank 0 stopped: a file is damaged" in board[1].why_hopeless()
     board[1].stop("another exchange")
     assert board[0].stopped() == "another exchange"
 

@@ -283,8 +283,10 @@ def test_what_becomes_of_documents_longer_than_a_row_is_said(packing: str, says:
     ),
     ({"model_type": "qwen2_5_vl", "text_config": LLAMA | {"model_type": "qwen2_5_vl_text"}}, {}),
     ({"model_type": "of_our_own", "text_config": LLAMA}, {}),
+    (LLAMA | {"sliding_window": 4096}, {"not_counted": "3 of 3 layers (sliding_attention)"}),
+    (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, {}),
     (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"batch_rope": "dynamic"}),
-], ids=["llama", "head_dim", "gpt2", "images", "unknown", "RoPE"])  # fmt: skip
+], ids=["llama", "head_dim", "gpt2", "images", "unknown", "windows", "none used", "RoPE"])  # fmt: skip
 def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: dict[str, int]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vars(read_model_shape(str(tmp_path))) == SHAPE | change

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_cad.integrations import functions
-from deepspeed_cad.integrations.mask_check import ForwardCheck, check_mask, is_due
+from deepspeed_cad.integrations.mask_check import ForwardCheck, _evaluate, check_mask, is_due
 from transformers import LlamaConfig, masking_utils
 
 from deepspeed_cad.errors import CADUnsupportedError
@@ -152,3 +152,5 @@ def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture)
         for forwards in (0, 1, 3):
             check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, scalar), forwards)
     assert [record.message.count("not checked") for record in caplog.records] == [1]
+    places = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 1]]).numpy()
+    assert _evaluate(causal, places, {}, 0).tolist() == [True, False], "of a mask without tensors, too"

@@ -244,6 +244,7 @@ def test_a_scale_that_is_learned_and_a_broken_window_are_refused() -> None:
     module, learned = torch.nn.Module(), torch.ones(1, requires_grad=True)
     with pytest.raises(CADUnsupportedError, match="softmax_scale is learned"):
         read(module, *heads(), None, learned, 0.0, None, None, {})
+    assert read(module, *heads(), 1, None, 0.0, None, None, {}).rule.window == 1
     with pytest.raises(CADDataError, match="window is 2.5"):
         read(module, *heads(), 2.5, None, 0.0, None, None, {})
     with pytest.raises(CADDataError, match="are torch.float16, torch.float32, torch.float32; expected one dtype"):

@@ -15,6 +15,7 @@ import torch
 from deepspeed_cad.integrations.pipeline import refuse_dropout
 from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut, to_pipeline
 from model_cases import SMALL, meta_model
+from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
 from deepspeed_cad.ahead.announced import StepMessage, to_documents
@@ -216,6 +217,17 @@ def test_what_was_read_ahead_outlives_evaluations() -> None:
     assert len(reader.peek(loader, 1, False)) == 1 and reader.peek(loader, 2, False) is None
 
 
+def test_an_iterator_that_a_script_lets_go_is_let_go() -> None:
+    pair = (torch.arange(4)[None], None)
+    reader, loader = Reader(), iter(DataLoader([1, 2, 3], num_workers=1, collate_fn=lambda _: pair))
+    assert reader.peek(loader, 2, False)
+    (worker,) = loader._workers
+    del loader
+    worker.join(20)
+    assert worker.exitcode is not None
+    assert reader.peek(iter([pair]), 1, False) and len(reader._ahead) == 1
+
+
 def test_what_was_read_ahead_is_read_again_where_set_batch_fn_changes_it() -> None:
     reader, loader = Reader(), iter([(torch.arange(4)[None], None)] * 2)
     for more in (0, 1):
@@ -295,6 +307,12 @@ def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     engines._refuse_module(module, {"zero_optimization": {"stage": stage}})
 
 
+def refuse_before_deepspeed_starts(stage: int) -> None:
+    module = SimpleNamespace(topology=lambda: SimpleNamespace(get_axis_names=lambda: []), parts=[0, 4])
+    json = {"zero_optimization": {"stage": stage}}
+    engines.initialize_pipeline(lambda model, config: (), CADConfig(), (), {"model": module, "config": json})
+
+
 IDS = torch.arange(4)[None]
 
 
@@ -304,6 +322,7 @@ IDS = torch.arange(4)[None]
     (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "a pipeline cannot have: idle stages serve instead"),
     (engines._refuse_block, [CADConfig(verify=1)], "\"verify\" is 1, which a pipeline .*eval_batch"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
+    (refuse_before_deepspeed_starts, [2], "stage 2 with a PipelineModule"),
     (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
     (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),

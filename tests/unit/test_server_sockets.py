@@ -244,6 +244,9 @@ def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
     gc.collect()
     leader.tell({"do": OPEN})
     assert sorted(heads[-2]["turns"]) == [0, 2]
+    leader._over = mock.MagicMock(**{"__len__.return_value": 2, "popleft.side_effect": [3, IndexError]})
+    leader.tell({"do": OPEN})  # another thread took the other one
+    assert heads[-2]["turns"] == [3]
 
 
 SILENT_S = 0.4
@@ -289,6 +292,18 @@ def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -
         assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
         with pytest.raises(CADPeerError, match="rank 0: server 1 ended: it has said nothing"):
             link.tell({"do": RELEASE, "turns": []})
+
+
+def test_a_server_that_ends_behind_its_trainer_is_not_lost(ends: Ends) -> None:
+    before = set(threading.enumerate())
+    link, inbox = ends.link(), Inbox(ends.server)
+    (listens,) = set(threading.enumerate()) - before
+    link.leave("")
+    link.leave("again")
+    assert [frame.head for frame in inbox.read()] == [{"do": LEAVE, "reason": ""}]
+    ends.server.close()
+    wait_for(lambda: not listens.is_alive())
+    assert not link.gone
 
 
 def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +418,7 @@ def test_a_stranger_has_so_much_time_and_one_of_many_no_place(
     monkeypatch.setattr(sockets, "GREET_S", 60.0)
     server = come(1)
     first = [server.stranger() for _ in range(5)]
-    for _ in range(sockets.MOST_GUESTS):
+    for _ in range(sockets.MOST_GUESTS + 1):  # and a place for each trainer
         server.stranger()
     assert all(map(_ended, first))
     monkeypatch.setattr(sockets, "GREET_S", 0.1)

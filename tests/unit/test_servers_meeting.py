@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, ServerLostError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Identity
@@ -248,6 +248,40 @@ def test_one_that_cannot_listen_says_why(job: Job) -> None:
     job.knock(2).open_door("no network leads there")
     assert job.servers._let_in(0) == 2
     assert job.link.gone[2].startswith("server 2 on") and "cannot listen: no network leads" in job.link.gone[2]
+
+
+def test_one_without_a_transport_ends_alone_and_one_that_died_on_its_way_is_named(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(room, "open_again", mock.Mock(side_effect=CADUnsupportedError("c10d: another rank could not")))
+    monkeypatch.setattr(job.link, "change", mock.Mock())
+    job.servers.begin(None, mock.Mock())
+    monkeypatch.setattr(job.servers, "_let_in", lambda index: 2 + index)
+    job.link.gone |= {1: "it ended", 2: "it died"}
+    job.servers._change(2)
+    ended = "server 3 ended: it came, and could not be reached by a transport: c10d: another rank could not"
+    said = f"server 1 ended: it ended; server 2 ended: it died; {ended}. Training goes on with the trainers alone"
+    assert said in capsys.readouterr().err
+    with pytest.raises(CADUnsupportedError):  # where nobody has just come
+        monkeypatch.setattr(job.servers, "_agree", lambda came: None)
+        job.servers.members = Members(3, 1, (1,), 0)
+        job.servers._change()
+
+
+def test_a_door_that_is_not_found_is_told_to_all(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [Hello.of(Split(1, 1, rank, place), JOINED) for rank in range(2)]
+    monkeypatch.setattr(Rendezvous, "meet", lambda self, mine: others)
+    Rendezvous(Split(1, 1, 1, place), 20.0).open_door("no network leads there")
+    with pytest.raises(CADPeerError, match="cannot listen: no network leads there"):
+        room.join_servers(role := Split(1, 1, 0, place), JOINED, torch.device("cpu"))
+    with pytest.raises(CADPeerError, match="rank 0 stopped: .* no network leads there"):
+        look_for_errors(open_board(Rendezvous(replace(role, rank=1), 20.0), False))
+
+
+def test_no_signal_waits_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    by: list[threading.Thread] = []
+    monkeypatch.setattr(dist, "TCPStore", lambda *given, **words: by.append(threading.current_thread()) or "store")
+    assert meetings.open_store("127.0.0.1:29500", 5.0) == "store" and by[0] is not threading.main_thread()
 
 
 def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

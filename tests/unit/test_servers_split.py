@@ -80,6 +80,14 @@ def test_where_servers_join_later_every_rank_of_the_launch_trains(monkeypatch: p
     assert role is not None and (role.trainers, role.servers, role.rank) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("outlives, attempt", [("True", 1), ("False", 0), (None, 0)])
+def test_hosts_that_count_their_own_failures_meet(outlives: str | None, attempt: int) -> None:
+    """Where no store of an agent outlives an attempt, another number would only keep hosts apart."""
+    given = torchrun(0, [2, 2]) | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    given |= {} if outlives is None else {"TORCHELASTIC_USE_AGENT_STORE": outlives}
+    assert split({"reserved": 1}, given)[0].attempt == attempt
+
+
 def test_the_first_trainer_tells_servers_of_micro_batches() -> None:
     link: Any = SimpleNamespace(tell=print)
     roles = [split({"reserved": 1}, torchrun(rank, [3]))[0] for rank in (0, 1)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_cad.ahead import gather
 from deepspeed_cad.ahead.announced import Announcement, StepMessage
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.feed import Feed
@@ -237,3 +238,11 @@ def test_the_batch_that_is_said_to_be_the_last_is(monkeypatch: pytest.MonkeyPatc
         loader = Loader(range(count))
         said = [loader.end_of_dataloader for _ in LookAheadLoader(loader, mock.Mock(), 2)]
         assert said == [False] * (count - 1) + [True]
+
+
+def test_ranks_that_are_apart_by_one_micro_batch_are_told() -> None:
+    headers = np.zeros((2, gather._WIDTH), np.int64)
+    headers[:, gather._WHAT], headers[1, gather._INDEX] = gather.What.LENGTHS, 1
+    one = mock.Mock(_give_up=CADPeerError)
+    with pytest.raises(CADPeerError, match="rank 0 at the document lengths of micro-batch 0 .*rank 1 .*micro-batch 1 "):
+        gather.Gatherer._compare(one, headers)
