@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 def _checked(args: argparse.Namespace) -> tuple[int, int, int, int]:
     CADConfig(kernel=args.kernel, transport=args.transport)
     if args.output is not None and (args.output.suffix != ".json" or args.output.is_dir()):
-        raise CADConfigError(f'--output is {str(args.output)!r}; expected a file that ends in .json, as "cost" names it')
+        raise CADConfigError(f'--output is {str(args.output)!r}; expected a .json file, as "cost" names it')
     value_dim = args.head_dim if args.value_dim is None else args.value_dim
     sizes = {"heads": args.heads, "kv-heads": args.kv_heads, "head-dim": args.head_dim, "value-dim": value_dim}
     for name, value in sizes.items():

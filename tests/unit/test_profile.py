@@ -225,7 +225,7 @@ def test_files_that_are_no_profiles(text: str | None, said: str, tmp_path: Path)
     (["--heads", "6", "--kv-heads", "4"], "expected a multiple"),
     (["--head-dim", "0"], "--head-dim is 0"),
     (["--kernel", "nonsense"], 'no kernel "nonsense"'),
-    (["--output", "profile"], "a file that ends in .json"),
+    (["--output", "profile"], "expected a .json file"),
 ])  # fmt: skip
 def test_the_subcommand_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *words]) == 2 and said in capsys.readouterr().err
