@@ -205,9 +205,7 @@ class Expected:
     sinks: torch.Tensor | None
 
 
-def expected_of(
-    layout: Layout, rule: MaskRule, sinks: torch.Tensor | None, dtype: torch.dtype = torch.float64
-) -> Expected:
+def expected_of(layout: Layout, rule: MaskRule, sinks: torch.Tensor | None, dtype: torch.dtype) -> Expected:
     """What is right, in fp64, for inputs that are rounded to `dtype`; zero in padding."""
     made = []
     for rank in range(layout.ranks):

@@ -27,10 +27,7 @@ from deepspeed_cad.cli import main  # noqa: E402
 from deepspeed_cad.forecast.attention import WAIT  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-MEASURED_ROOMS = (
-    "csrc",
-    *(f"deepspeed_cad/{room}" for room in ("attention", "exchange", "kernels", "planner", "schedule")),
-)
+MEASURED_ROOMS = "csrc", *(f"deepspeed_cad/{room}" for room in "attention exchange kernels planner schedule".split())
 """What runs in a step."""
 GIB = 2**30
 
@@ -80,9 +77,8 @@ def growth(result: Any) -> list[float]:
 def served(*results: Any) -> list[float]:
     """With a server over in place, least and most over NVLink, then over the slower links; idle servers in percent."""
     pairs = list(zip(results[::2], results[1::2]))
-    assert all(
-        (a["servers"], b["servers"], a["commit"], a["tokens"]) == (1, 0, b["commit"], b["tokens"]) for a, b in pairs
-    )
+    for a, b in pairs:
+        assert (a["servers"], b["servers"], a["commit"], a["tokens"]) == (1, 0, b["commit"], b["tokens"])
     speeds = [reserved["tokens_per_s"] / in_place["tokens_per_s"] for reserved, in_place in pairs]
     links = {round(reserved["link_GBps"]["between"]) for reserved, _ in pairs[2:]}
     idle = [100 * reserved["ranks"][0]["servers_idle"] for reserved, _ in pairs]
@@ -374,10 +370,8 @@ def test_every_row_of_figures_is_one_of_these() -> None:
 def test_what_a_whole_model_is_foreseen_to_hold(capsys: pytest.CaptureFixture[str]) -> None:
     """By the command beside the figures, within a GiB or two."""
     command = re.search(r"`deepspeed-cad (plan long-mix --ranks 8 [^`]*)`", page("README.md"))
-    said = re.search(
-        r"torch holds (\d+) GiB in plain training, (\d+) with attention kept, (\d+) with CAD and (\d+) with",
-        page("README.md"),
-    )
+    words = r"torch holds (\d+) GiB in plain training, (\d+) with attention kept, (\d+) with CAD and (\d+) with"
+    said = re.search(words, page("README.md"))
     assert command is not None and said is not None
     found = []
     for modes, more in (("plain,plain kept,cad", []), ("cad", ["--keep", "host"])):
@@ -433,9 +427,7 @@ def test_a_figure_says_how_much_of_what_it_measures_changed_since() -> None:
     assert lines_changed_since("0" * 7) is None, "of a commit that is not there nothing is counted"
     for commit, most in said.items():
         changed = lines_changed_since(commit)
-        assert changed is None or changed <= most, (
-            f"{changed} lines changed since {commit}; README.md says under {most}"
-        )
+        assert changed is None or changed <= most, f"{changed} lines changed since {commit}, not under {most}"
 
 
 def lines_changed_since(commit: str) -> int | None:

@@ -10,17 +10,14 @@ import pytest
 from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 MODULE = load_script("benchmarks/foreseen.py")
-FILES = sorted(
-    path.relative_to(ROOT / "benchmarks" / "results").as_posix()
-    for kind in MODULE.KINDS
-    for path in (ROOT / "benchmarks" / "results").glob(f"*/{kind}")
-)
+FILES = sorted(path.relative_to(RESULTS).as_posix() for kind in MODULE.KINDS for path in RESULTS.glob(f"*/{kind}"))
 
 
 @cache
 def rows(file: str) -> list[Any]:
-    found: list[Any] = MODULE.foresee_run(ROOT / "benchmarks" / "results" / file)
+    found: list[Any] = MODULE.foresee_run(RESULTS / file)
     return found
 
 
@@ -63,9 +60,8 @@ def test_cad_is_promised_neither_too_much_nor_too_little() -> None:
         values = MODULE.ratios(found, fitted)
         assert len(values) >= least and abs(MODULE.bias(values)) <= MODULE.BIAS
     assert not any(row.ratio == 1 for row in found if row.mode in ("dp", "plain", "1f1b"))
-    assert sum(len(MODULE.ratios(found, False, kind)) for kind in MODULE.KINDS_OF_RUN) == len(
-        MODULE.ratios(found, False)
-    )
+    each = [len(MODULE.ratios(found, False, kind)) for kind in MODULE.KINDS_OF_RUN]
+    assert sum(each) == len(MODULE.ratios(found, False))
 
 
 # Our model of the published set-up: what the simulator must foresee at 512 GPUs, and the table that says so.
@@ -86,7 +82,7 @@ def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
 
 def test_the_page_of_the_published_set_up_has_every_case_and_its_range() -> None:
     """Run `python benchmarks/published.py` after a change of the simulator or the planner."""
-    page = (ROOT / "benchmarks" / "results" / "published.md").read_text()
+    page = (RESULTS / "published.md").read_text()
     rows = re.findall(
         r"^\| llama-(?:8b|34b) \| (?:web|long-mix) \| \d+K \|.*\| (\d\.\d\d) \| [^|]*\|$", page, re.MULTILINE
     )
@@ -96,12 +92,10 @@ def test_the_page_of_the_published_set_up_has_every_case_and_its_range() -> None
 def test_the_figures_of_the_published_run_of_a_pipeline() -> None:
     """Those of benchmarks/results/README.md, by the command that it names."""
     bound = load_script("benchmarks/pipeline_bound.py")
-    said = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    said = (RESULTS / "README.md").read_text()
     command = re.search(r"^ +python benchmarks/pipeline_bound\.py (.*?)\n\n", said, re.MULTILINE | re.DOTALL)
-    words = [
-        str(ROOT / word) if word.endswith(".json") else word for word in shlex.split(command[1].replace("\\\n", ""))
-    ]
-    options = bound.parse(words)
+    words = shlex.split(command[1].replace("\\\n", ""))
+    options = bound.parse([str(ROOT / word) if word.endswith(".json") else word for word in words])
     steps = bound.foresee_all(options)
     ratios = re.search(r"1F1B takes ([\d.]+) and ([\d.]+) times as long", said)
     assert [f"{one.one_f_one_b / one.bound:.2f}" for one in steps] == [ratios[1], ratios[2]]

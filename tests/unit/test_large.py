@@ -49,9 +49,7 @@ def test_tables_of_an_exchange() -> None:
     home = schedule_rank(TICK, slices, 0, GROUPS)
     out, back = dispatch_pushes(home), return_pushes(schedule_rank(TICK, slices, 1, GROUPS))
     assert out.slices[:, 3].max() == 2 * LONG and out.rows_sent.tolist() == [3 * (LONG - 64), 3 * LONG]
-    assert back.slices[:, 4].tolist() == [3 * (LONG - 64), 3 * LONG], (
-        "three head groups lie behind each other: one copy"
-    )
+    assert back.slices[:, 4].tolist() == [3 * (LONG - 64), 3 * LONG], "of head groups behind each other: one copy"
     begins, totals = plan_landing(home.served_rows, [QUERY, KEY], [ROW_BYTES, ROW_BYTES // 2])
     assert totals[1] == 3 * (LONG - 64) * ROW_BYTES + 3 * LONG * ROW_BYTES // 2
     fields = address_fields(

@@ -74,14 +74,9 @@ def test_neighbours_exchange_what_each_needs_and_never_wait_in_a_circle(stages: 
     """A send blocks until its neighbour receives."""
     left = []
     for stage in range(stages):
-        *own, tied, reduced, optimized = itertools.chain(
-            *engines.LockstepSchedule(Rounds(stages, count), stage).steps()
-        )
-        assert [type(one).__name__ for one in (tied, reduced, optimized)] == [
-            "ReduceTiedGrads",
-            "ReduceGrads",
-            "OptimizerStep",
-        ]
+        steps = [*itertools.chain(*engines.LockstepSchedule(Rounds(stages, count), stage).steps())]
+        own, last = steps[:-3], [type(one).__name__ for one in steps[-3:]]
+        assert last == ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
         ran = [one for one in own if isinstance(one, engines.ForwardTicks) and one.micro_batch is not None]
         assert [one.buffer_id for one in ran] == [m % Rounds(stages, count).buffers(stage) for m in range(count)]
         loads = [one.buffer_id for one in own if type(one).__name__ == "LoadMicroBatch"]

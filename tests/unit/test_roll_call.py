@@ -50,9 +50,8 @@ def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
 @pytest.fixture()
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Symmetric memory of which a rank has only `most` bytes; threads are ranks."""
-    state = SimpleNamespace(
-        rank=threading.local(), most={0: 1 << 40, 1: 20 << 20}, has={0: 0, 1: 0}, emptied=[], met=[]
-    )
+    state = SimpleNamespace(rank=threading.local(), most={0: 1 << 40, 1: 20 << 20}, has={0: 0, 1: 0}, cached=0)
+    state.emptied, state.met = [], []
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         rank = state.rank.number
@@ -70,7 +69,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state.emptied.append(state.rank.number)
         state.most[1] += state.cached
 
-    state.cached = 0
     monkeypatch.setattr(landing, "symmetric_memory", lambda: SimpleNamespace(empty=empty, rendezvous=rendezvous))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())

@@ -11,19 +11,9 @@ import torch
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.forecast import Cluster, Machine, Setting, modes, modes_cad
+from deepspeed_cad.forecast import Cluster, Machine, Setting, bytes_held, modes, modes_cad
 from deepspeed_cad.forecast.attention import PARTED, WAIT, end_of_passes, find_travel, flows_of, of_documents
-from deepspeed_cad.forecast.bytes_held import (
-    SAVED_HIDDEN,
-    SAVED_MLP,
-    STATE_BYTES,
-    WHOLE_LOGITS,
-    activation_bytes,
-    landing_bytes,
-    loss_bytes,
-    served_bytes,
-    state_bytes,
-)
+from deepspeed_cad.forecast.bytes_held import activation_bytes, landing_bytes, loss_bytes, served_bytes, state_bytes
 from deepspeed_cad.forecast.machine import SHIPPED
 from deepspeed_cad.forecast.packing import NAMED
 from deepspeed_cad.forecast.schedule import non_attention
@@ -62,7 +52,7 @@ def test_layers_that_carry_state_are_as_measured() -> None:
         activation_bytes(replace(own, checkpointing=False, model=one), 1e3)
         for one in (own.model, replace(MODEL, layers=8))
     ]
-    assert held[0] - held[1] == pytest.approx(1e3 * 7 * STATE_BYTES * (8192 + 4096))
+    assert held[0] - held[1] == pytest.approx(1e3 * 7 * bytes_held.STATE_BYTES * (8192 + 4096))
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(2, WAIT), (3, 2 * WAIT), (9, PARTED)])
@@ -83,7 +73,8 @@ def test_layers_that_carry_state_wait_for_the_ranks_before(ranks: int, more: flo
 def test_without_checkpointing_every_layer_keeps_what_its_mlp_and_its_norms_take() -> None:
     own = setting(checkpointing=False)
     more = activation_bytes(replace(own, model=replace(MODEL, layers=5)), 1e3) - activation_bytes(own, 1e3)
-    assert more == pytest.approx(1e3 * 2 * (SAVED_MLP * MODEL.intermediate + SAVED_HIDDEN * MODEL.hidden))
+    kept = bytes_held.SAVED_MLP * MODEL.intermediate + bytes_held.SAVED_HIDDEN * MODEL.hidden
+    assert more == pytest.approx(1e3 * 2 * kept)
 
 
 def test_ulysses_divides_heads_and_deals_groups_out_or_repeats_them() -> None:
@@ -202,12 +193,12 @@ def test_logits_of_the_loss_of_transformers() -> None:
         found = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore
         peaks.append(np.cumsum([one.nbytes() for one in sorted(found, key=lambda one: one.start_ns())]).max())
     # The gradient of the head, 16 bytes a word, is in it too.
-    assert (peaks[1] - peaks[0]) / 4000 / 512 == pytest.approx(WHOLE_LOGITS, abs=0.1)
+    assert (peaks[1] - peaks[0]) / 4000 / 512 == pytest.approx(bytes_held.WHOLE_LOGITS, abs=0.1)
     own = setting(loss="whole")
-    assert loss_bytes(own) == WHOLE_LOGITS * MODEL.vocabulary and loss_bytes(setting()) == 0.0
+    assert loss_bytes(own) == bytes_held.WHOLE_LOGITS * MODEL.vocabulary and loss_bytes(setting()) == 0.0
     large = replace(own, model=replace(MODEL, vocabulary=500_000))
     saved = 2 * MODEL.hidden * MODEL.layers
-    assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + WHOLE_LOGITS * 500_000))
+    assert activation_bytes(large, 1000) == pytest.approx(1000 * (saved + bytes_held.WHOLE_LOGITS * 500_000))
 
 
 @pytest.mark.parametrize("changes, words", [

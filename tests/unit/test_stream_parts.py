@@ -39,11 +39,8 @@ def test_arrays_and_other_fields() -> None:
     batch |= {"cu_seq_lens_q": np.array([0, 3, 5]), "max_length_q": 3}  # of the whole stream
     part = shard_stream(batch, 1, 2)
     assert part["position_ids"].tolist() == [[0, 1]] and part["weights"].tolist() == [[0.0, 2.0]]
-    assert (
-        part.keys() == {"position_ids", "weights", "name", "scale"}
-        and part["name"] == "a stream"
-        and part["scale"].tolist() == [1, 1, 1]
-    )
+    assert part.keys() == {"position_ids", "weights", "name", "scale"}
+    assert part["name"] == "a stream" and part["scale"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("as_numpy", [False, True])

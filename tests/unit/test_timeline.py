@@ -9,18 +9,7 @@ import torch
 
 from deepspeed_cad import trace
 from deepspeed_cad.cli import main
-from deepspeed_cad.trace import (
-    ASIDE,
-    COMPUTE,
-    NOT_TRACED,
-    STEP,
-    WARM_UP,
-    Span,
-    Tracer,
-    merge_parts,
-    part_path,
-    to_events,
-)
+from deepspeed_cad.trace import ASIDE, COMPUTE, STEP, Span, Tracer, merge_parts, part_path, to_events
 
 CPU = torch.device("cpu")
 
@@ -73,10 +62,10 @@ def test_nothing_is_recorded_while_off(tmp_path: Path, caplog: pytest.LogCapture
     stale = tmp_path / "trace.json"
     stale.write_text("old")
     tracer = Tracer(str(stale), 1, CPU, 0, 1)
-    assert tracer.span("local", 0, "layer", False) is NOT_TRACED
+    assert tracer.span("local", 0, "layer", False) is trace.NOT_TRACED
     tracer.finish()
     assert not tracer._spans and stale.read_text() == "old" and not caplog.text, "of a session before this one"
-    for _ in range(WARM_UP + 1):
+    for _ in range(trace.WARM_UP + 1):
         tracer.next_micro_batch()
     assert tracer.recording and not stale.exists()
     tracer.finish()
