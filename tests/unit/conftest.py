@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 from deepspeed_cad.cli import progress
@@ -17,10 +18,12 @@ settings.load_profile("busy")
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No session stays, whoever opened it."""
+    """No session and no process group stays, whoever opened it."""
     for room in (identity, nccl, layer_times, waits, watchdog):
         monkeypatch.setattr(room, "is_over", lambda event: event.query())  # no driver knows it
     monkeypatch.setattr(progress, "QUIET", 1e6)
     yield
     if "deepspeed_cad.session" in sys.modules:
         sys.modules["deepspeed_cad.session"].close_session()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -45,8 +45,8 @@ def host(monkeypatch) -> Host:
 
 
 @pytest.fixture
-def check(host) -> Iterator[active.ProcessCheck]:
-    made = active.ProcessCheck("a launcher", CADConfig(tolerance=0.2))
+def check(host, request: pytest.FixtureRequest) -> Iterator[active.ProcessCheck]:
+    made = active.ProcessCheck("a launcher", getattr(request, "param", CADConfig(tolerance=0.2)))
     yield made
     made.close(), made._forward_handle.remove()
 
@@ -185,18 +185,15 @@ def test_what_else_cad_cannot_do_stops_at_the_first_forward(check, monkeypatch) 
         _forward(training.tiny_llama().train())
 
 
-def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(host) -> None:
-    made = active.ProcessCheck("a launcher", CADConfig(forward_only="balanced"))
-    try:
-        model = training.tiny_llama().eval()
-        with torch.no_grad():
-            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, do_sample=False, pad_token_id=0)
-            assert host.bound == []
-            _forward(model)
-        _forward(model.train())
-        assert [one for one, _ in host.bound] == [model]
-    finally:
-        made.close(), made._forward_handle.remove()
+@pytest.mark.parametrize("check", [CADConfig(forward_only="balanced")], indirect=True)
+def test_with_balanced_forwards_the_first_forward_binds_unless_it_generates(check, host) -> None:
+    model = training.tiny_llama().eval()
+    with torch.no_grad():
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, do_sample=False, pad_token_id=0)
+        assert host.bound == []
+        _forward(model)
+    _forward(model.train())
+    assert [one for one, _ in host.bound] == [model]
 
 
 def test_forwards_before_the_group_is_there_are_a_problem_unless_training_follows(check, host, monkeypatch) -> None:

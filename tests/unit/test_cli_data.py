@@ -36,9 +36,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Plan = Callable[..., tuple[int, Any, str]]
+"""Exit code of a command, what it wrote, what it said."""
+
+
 @pytest.fixture
-def plan(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
-    """Runs `deepspeed-cad plan` on 2 ranks of 64 tokens; returns exit code, what it wrote, what it said."""
+def plan(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Runs `deepspeed-cad plan` on 2 ranks of 64 tokens."""
 
     def run(*words: str | Path, tokenize: bool = True) -> tuple[int, Any, str]:
         target = tmp_path / "answer.json"
@@ -93,13 +97,13 @@ def _write(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_lengths(tmp_path: Path, plan: Callable[..., Any], name: str) -> None:
+def test_every_format_gives_the_same_lengths(tmp_path: Path, plan: Plan, name: str) -> None:
     code, answer, said = plan(_write(tmp_path, name))
     assert code == 0, said
     assert (answer["documents"], answer["tokens"], answer["longest"]) == (len(LENGTHS), sum(LENGTHS), max(LENGTHS))
 
 
-def test_several_files_and_patterns(tmp_path: Path, plan: Callable[..., Any]) -> None:
+def test_several_files_and_patterns(tmp_path: Path, plan: Plan) -> None:
     for part in ("a", "b"):
         (tmp_path / part).mkdir()
         _write(tmp_path / part, "table.parquet")
@@ -110,7 +114,7 @@ def test_several_files_and_patterns(tmp_path: Path, plan: Callable[..., Any]) ->
     assert code == 2 and "does not exist or fits no file" in said
 
 
-def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Callable[..., Any]) -> None:
+def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Plan) -> None:
     rows = [{"text": "w " * 30, "input_ids": [1] * 50, "body": "w " * 60} for _ in range(8)]
     path = _write(tmp_path, "table.parquet", rows)
     assert plan(path, tokenize=False)[1]["longest"] == 50, "token ids come first and need no tokenizer"
@@ -123,7 +127,7 @@ def test_a_field_is_taken_as_asked(tmp_path: Path, plan: Callable[..., Any]) -> 
     assert code == 2 and "none of input_ids, text, messages; its fields: body" in said
 
 
-def test_a_prompt_and_its_answer_are_one_document(tmp_path: Path, plan: Callable[..., Any]) -> None:
+def test_a_prompt_and_its_answer_are_one_document(tmp_path: Path, plan: Plan) -> None:
     rows = [{"prompt": "w " * 20, "answer": "w " * (n + 10), "ids": [1] * (n + 20)} for n in range(1, 9)]
     rows[2]["prompt"] = ""  # an answer alone is a document, too
     path = _write(tmp_path, "table.parquet", rows)
@@ -137,9 +141,7 @@ def test_a_prompt_and_its_answer_are_one_document(tmp_path: Path, plan: Callable
         assert plan(tmp_path / name, tokenize=False)[1]["tokens"] == sum(range(120, 128))
 
 
-def test_chats_are_counted_as_the_template_writes_them(
-    tmp_path: Path, plan: Callable[..., Any], tokenizer: Path
-) -> None:
+def test_chats_are_counted_as_the_template_writes_them(tmp_path: Path, plan: Plan, tokenizer: Path) -> None:
     chat = [{"role": "user", "content": "w " * 10}, {"role": "assistant", "content": "w " * 20}]
     path = _write(tmp_path, "list.json", [{"messages": chat}] * 8)
     assert plan(path)[1]["longest"] == 30 + 2 * 2
@@ -158,7 +160,7 @@ def test_nothing_is_read_behind_the_limit() -> None:
     assert _count_documents(found(), None, 2, print) == [2, 1]
 
 
-def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[..., Any]) -> None:
+def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Plan) -> None:
     path = _write(tmp_path, "lines.jsonl", [{"text": "w"}, {"text": ""}] * (BATCH + 40))
     assert plan(path)[1]["tokens"] == BATCH + 40, "empty documents do not count"
     assert plan(path, "--limit", BATCH + 1)[1]["tokens"] == BATCH + 1
@@ -176,18 +178,14 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Callable[...,
     ("binary.bin", "\udcff", "binary.bin cannot be read: UnicodeDecodeError"),
     ("one.json", '{"rows": [1]}', "one.json has none of input_ids, text, messages; its fields: rows"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_one_line(
-    tmp_path: Path, plan: Callable[..., Any], name: str, content: str, said: str
-) -> None:
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, plan: Plan, name: str, content: str, said: str) -> None:
     (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     code, answer, shown = plan(tmp_path / name)
     assert code == 2 and answer is None and said in shown and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["table.parquet", "texts"])
-def test_a_file_of_a_folder_that_cannot_be_read_is_left_out_and_counted(
-    tmp_path: Path, plan: Callable[..., Any], kind: str
-) -> None:
+def test_a_file_of_a_folder_that_cannot_be_read_is_left_out_and_counted(tmp_path: Path, plan: Plan, kind: str) -> None:
     folder = tmp_path / "data"
     if kind == "texts":
         _write(tmp_path, "texts").rename(folder)
@@ -233,7 +231,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     ("transformers", 'reading text needs transformers: pip install "deepspeed_cad[plan]"'),
 ])  # fmt: skip
 def test_a_missing_package_comes_with_its_remedy(
-    tmp_path: Path, plan: Callable[..., Any], without: Callable[[str], None], package: str, remedy: str
+    tmp_path: Path, plan: Plan, without: Callable[[str], None], package: str, remedy: str
 ) -> None:
     path = _write(tmp_path, "lines.jsonl")
     without(package)
@@ -334,7 +332,7 @@ def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str],
     ('{"model_type": "paligemma"}', "tokens of an image see each other"),
     ('{"model_type": "of_our_own", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
 ])  # fmt: skip
-def test_what_is_no_model(tmp_path: Path, plan: Callable[..., Any], content: str | None, said: str) -> None:
+def test_what_is_no_model(tmp_path: Path, plan: Plan, content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     code, _, shown = plan(_write(tmp_path, "list.json"), "--model", tmp_path)

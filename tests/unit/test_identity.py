@@ -73,12 +73,11 @@ class Exchanges:
     def __init__(self, kind: str, near: list[int], network: Network) -> None:  # noqa: F811
         ranks = range(len(near))
         self.network, self.plans = network, make_schedules(len(near), 1, 300)
-        if kind == "nvlink":
-            self.transports = [landing_transport(rank, len(near)) for rank in ranks]
-        elif kind == "mixed":
-            self.transports = [landing_transport(rank, len(near), near=near) for rank in ranks]
+        if kind == "nccl":
+            self.transports = [NcclTransport(group(rank, len(near)), CPU, Alarm(rank, None, 300.0)) for rank in ranks]
         else:
-            self.transports = [NcclTransport(group(rank, len(near)), CPU, Alarm(rank, None, 300.0)) for rank in ranks]  # type: ignore[misc]
+            own = near if kind == "mixed" else None
+            self.transports = [landing_transport(rank, len(near), own) for rank in ranks]  # type: ignore[misc]
 
     def run(self, moments: list[Moment]) -> None:
         """One exchange out and back, for each rank at its moment."""

@@ -191,9 +191,8 @@ def queue_tick(
     for part in parts:
         for kind, count in zip((QUERY, KEY), moved, strict=True):
             index = torch.from_numpy(part.home_index(np.concatenate([part.sends, part.own]), kind))
-            count.view(-1, count.shape[2]).index_add_(
-                0, index, torch.ones(len(index), count.shape[2], dtype=torch.int64)
-            )
+            rows = count.view(-1, count.shape[2])
+            rows.index_add_(0, index, torch.ones_like(rows[index]))
     sent = [Outgoing(QUERY, q), Outgoing(KEY, k)]
     out = WavesOut(
         len(parts), lambda wave: transport.dispatch(parts[wave], sent, nano_batch, Moment(turn, wave=wave)), sent

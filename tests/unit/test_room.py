@@ -22,8 +22,8 @@ LONG = Layout.from_stream([1 << 20], 4, 1 << 18)
 """One document of a million tokens over four ranks."""
 
 
-def needed(tasks: np.ndarray, cut: Cut, room: Room, layout: Layout = LONG) -> float:
-    parts = [build_slices(layout.tick(), part) for part in waves.split_tasks(layout.tick(), tasks, None, cut)]
+def needed(tasks: np.ndarray, cut: Cut, room: Room) -> float:
+    parts = [build_slices(LONG.tick(), part) for part in waves.split_tasks(LONG.tick(), tasks, None, cut)]
     return room_needed(room, [(part.served_rows, part.landed_rows) for part in parts])[0]
 
 

@@ -64,8 +64,12 @@ class Guests:
             assert found[rank].recv(10) == bytes([rank])
 
 
+Come = Callable[..., Guests]
+"""A server opens its door: to so many trainers, for so many seconds."""
+
+
 @pytest.fixture
-def come(pool: ThreadPoolExecutor) -> Iterator[Callable[..., Guests]]:
+def come(pool: ThreadPoolExecutor) -> Iterator[Come]:
     made: list[Guests] = []
     yield lambda *given: made.append(Guests(pool, *given)) or made[-1]
     for guests in made:
@@ -87,9 +91,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_stranger_is_dropped_with_one_line(
-    come: Callable[..., Guests], bad: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stranger_is_dropped_with_one_line(come: Come, bad: str, caplog: pytest.LogCaptureFixture) -> None:
     server = come(1)
     stranger = server.stranger()
     with suppress(OSError):  # dropped already
@@ -100,7 +102,7 @@ def test_a_stranger_is_dropped_with_one_line(
     assert [r.message.startswith("server 7 dropped a connection from 127.0.0.1 port") for r in caplog.records] == [True]
 
 
-def test_strangers_hold_up_no_trainer(come: Callable[..., Guests]) -> None:
+def test_strangers_hold_up_no_trainer(come: Come) -> None:
     """Some send nothing, or not all, some more than is read, some go and come; trainers are through at once."""
     server = come(2)
     silent = [server.stranger(bytes(sent)) for sent in (0, sockets.GREETING - 1) for _ in range(20)]
@@ -115,7 +117,7 @@ def test_strangers_hold_up_no_trainer(come: Callable[..., Guests]) -> None:
         server.stranger()
 
 
-def test_trainers_that_do_not_come_are_named(come: Callable[..., Guests]) -> None:
+def test_trainers_that_do_not_come_are_named(come: Come) -> None:
     server = come(3, 0.5)
     trainer = server.trainer(1)
     server.stranger(bytes(5))
@@ -282,14 +284,17 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool) -> None:
-    link = ends.link(goes_on, SILENT_S)
+@pytest.mark.parametrize("goes_on, begun", [(True, True), (True, False), (False, False)])
+def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool, begun: bool) -> None:
+    """Where training has not opened all end: nobody goes on without it yet, and whoever opens a group with it looks at
+    the board."""
+    link = ends.link(goes_on, SILENT_S, begun)
     wait_for(lambda: link.gone)
     assert link.gone[1].endswith("it has said nothing for 0.4 s: it hangs, or nothing reaches its host")
-    if not goes_on:
+    if not begun:
         wait_for(Liveness(ends.store, 0, 2).why_hopeless)
         assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
+    if not goes_on:
         with pytest.raises(CADPeerError, match="rank 0: server 1 ended: it has said nothing"):
             link.tell({"do": RELEASE, "turns": []})
 
@@ -324,13 +329,6 @@ def test_a_trainer_that_stood_still_does_not_blame_its_servers(ends: Ends, monke
     wait_for(lambda: link._busy)
     assert not link.gone
     link.leave("")
-
-
-def test_a_server_that_is_lost_before_training_has_opened_ends_all(ends: Ends) -> None:
-    """Nobody goes on without it yet, and whoever opens a group with it looks at the board."""
-    ends.link(begun=False, silent_s=SILENT_S)
-    wait_for(Liveness(ends.store, 0, 2).why_hopeless)
-    assert "rank 1 stopped: it has said nothing" in Liveness(ends.store, 0, 2).why_hopeless()
 
 
 def test_a_server_that_wakes_hears_that_it_was_given_up_and_blames_nobody(ends: Ends) -> None:
@@ -412,9 +410,7 @@ def test_orders_to_a_server_that_does_not_read_hold_nobody_up(ends: Ends, pair: 
     link.leave("")
 
 
-def test_a_stranger_has_so_much_time_and_one_of_many_no_place(
-    come: Callable[..., Guests], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stranger_has_so_much_time_and_one_of_many_no_place(come: Come, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "GREET_S", 60.0)
     server = come(1)
     first = [server.stranger() for _ in range(5)]

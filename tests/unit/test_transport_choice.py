@@ -176,27 +176,24 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
     if old_torch:
         monkeypatch.setattr(peers, "symmetric_memory", lambda: SimpleNamespace(enable_symm_mem_for_group=enable))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        whole = c10d._get_default_group()
-        alone = host_group(whole, [3])
-        assert alone.handle is None and alone.members.tolist() == [0]
-        peer = peers.find_peers(whole, Alarm(0, None, 9.0), None)
-        assert peer.handle is whole and (peer.members.tolist(), peer.place) == ([0], 0), "all map each other's memory"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "get_rank", lambda group=None: 2)
-            patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
-            one, other = (host_group(whole, [5, 8, 5, 5, 8]) for _ in range(2))
-        assert one.members.tolist() == [0, 2, 3] and one.place == 1 and one.handle != other.handle
-        assert enabled == ([(group.handle, [0, 2, 3]) for group in (one, other)] if old_torch else [])
-        found = c10d._resolve_process_group(one.handle)
-        assert (found.rank(), found.size()) == (1, 3)
-        stores = [peers.open_store(whole, "landing") for _ in range(2)]
-        stores[0].set("key", "one")
-        assert not stores[1].check(["key"]), "two transports do not meet each other"
-        assert len(c10d._world.pg_config_info) == 1, "torch's profiler reads this"
-        for group in (one, other, alone):
-            group.forget()
-        with pytest.raises(RuntimeError):
-            c10d._resolve_process_group(one.handle)
-    finally:
-        dist.destroy_process_group()
+    whole = c10d._get_default_group()
+    alone = host_group(whole, [3])
+    assert alone.handle is None and alone.members.tolist() == [0]
+    peer = peers.find_peers(whole, Alarm(0, None, 9.0), None)
+    assert peer.handle is whole and (peer.members.tolist(), peer.place) == ([0], 0), "all map each other's memory"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda group=None: 2)
+        patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+        one, other = (host_group(whole, [5, 8, 5, 5, 8]) for _ in range(2))
+    assert one.members.tolist() == [0, 2, 3] and one.place == 1 and one.handle != other.handle
+    assert enabled == ([(group.handle, [0, 2, 3]) for group in (one, other)] if old_torch else [])
+    found = c10d._resolve_process_group(one.handle)
+    assert (found.rank(), found.size()) == (1, 3)
+    stores = [peers.open_store(whole, "landing") for _ in range(2)]
+    stores[0].set("key", "one")
+    assert not stores[1].check(["key"]), "two transports do not meet each other"
+    assert len(c10d._world.pg_config_info) == 1, "torch's profiler reads this"
+    for group in (one, other, alone):
+        group.forget()
+    with pytest.raises(RuntimeError):
+        c10d._resolve_process_group(one.handle)
