@@ -17,8 +17,6 @@ from deepspeed_cad.server.launch import take_role
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.session import close_session
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-
 
 class Served(NamedTuple):
     """What a server did."""
@@ -34,7 +32,7 @@ class Served(NamedTuple):
 
 def run(workers: WorkerPool, trainers: int, servers: int, train: Callable[..., Any], *args: Any, **block: Any) -> Any:
     """What trainers give, and what servers did, all of which end well; `block` beside the usual."""
-    given = {**BLOCK, "servers": {"reserved": servers}, **block}
+    given = {**training.BLOCK, "servers": {"reserved": servers}, **block}
     results = workers.run(play, trainers + servers, free_port(), given, train, *args, joined=False)
     for one in results[trainers:]:
         assert one.code == 0 and one.held < one.most_held and one.micro_batches > 0 and one.opened <= 2, one

@@ -21,9 +21,6 @@ LENGTHS = [[200], [24, 30, 40, 50, 56], [100] * 2, [1, 9, 190], [20] * 10, [150,
 STEPS = 4
 """Optimizer steps that every way of training is compared over."""
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-"""The "cad" block for rows of 200 tokens: cut at 16 query rows, because 128 leave nothing to move."""
-
 BEFORE, AFTER = "cad/attention_max_over_mean_before", "cad/attention_max_over_mean"
 
 

@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 LINKS = {"inside": 100, "between": 10}
 """Given to CAD where a test does not ask how links are measured: that takes time, and exchanges that tests count."""
+BLOCK = {"granularity": 16, "tolerance": 0.02, "links": LINKS}
+"""The usual "cad" block. Rows are short: cut at 128 query rows, they would leave nothing to move."""
 
 
 def tiny_llama(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCausalLM:

@@ -34,7 +34,7 @@ def check(place: Place, train: Any, more: dict[str, Any]) -> Found:
     tokens = 4800 if place.on_gpu else 200
     lengths = [[tokens] if (i + place.rank) % place.ranks == 0 else [tokens // 20] * 20 for i in range(STEPS)]
     rows = [training.documents(one, seed=i * place.ranks + place.rank) for i, one in enumerate(lengths)]
-    block = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, "kernel": "torch_math", "timeout_s": 30}
+    block = training.BLOCK | {"kernel": "torch_math", "timeout_s": 30}
     (plain, drawn), (cad, drawn_with_cad) = (
         (train(place, rows, one), float(torch.rand(1, device=place.device))) for one in (None, block | more)
     )

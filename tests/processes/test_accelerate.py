@@ -43,7 +43,7 @@ def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, fs
         more["fsdp_plugin"] = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
         PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     more["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
-    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**trainers.BLOCK)] if cad else [], **more)
+    return Accelerator(cpu=True, kwargs_handlers=[CADPlugin(**training.BLOCK)] if cad else [], **more)
 
 
 def _model(lora: dict[str, Any] | None, checkpoint: bool) -> Any:
@@ -74,7 +74,7 @@ def _run(
     ends, held = [], []
     for epoch in range(2 if kind else 1):
         if kind == "another model" and accelerator.is_main_process and cad and epoch:
-            held.append(deepspeed_cad.apply(_model(None, False), trainers.BLOCK))
+            held.append(deepspeed_cad.apply(_model(None, False), training.BLOCK))
         if kind == "broken off":
             loader, another = another, loader
         if kind == "looked at by rank 0" and accelerator.is_main_process:
@@ -168,8 +168,8 @@ def _trainer(rank: int, world: int, folder: str) -> tuple[int, int]:
     from deepspeed_cad.integrations.accelerate import CADPlugin, give_every_accelerator
     from transformers import Trainer
 
-    give_every_accelerator(CADPlugin(**trainers.BLOCK))
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), trainers.BLOCK)
+    give_every_accelerator(CADPlugin(**training.BLOCK))
+    model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), training.BLOCK)
     announced = _announcements(model)
     arguments = trainers.training_arguments(folder, max_steps=5)
     Trainer(model=model, args=arguments, train_dataset=trainers.PackedRows(16), data_collator=trainers.collate).train()

@@ -19,7 +19,7 @@ from trainers import write_inputs
 
 from deepspeed_cad.launch import armed
 
-BLOCK = json.dumps({"granularity": 16, "tolerance": 0.02, "links": training.LINKS})
+BLOCK = json.dumps(training.BLOCK)
 
 STAND_INS = """
 import sys, types

@@ -25,7 +25,6 @@ from deepspeed_cad.ahead.step import StepAhead, find_random, settle, settle_toge
 from deepspeed_cad.planner.deal import Dealt
 from deepspeed_cad.shares import Replica, Shares
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 SHORT = [13, 27, 8, 31, 19, 22, 11, 29]
 """160 tokens."""
 LENGTHS = [[[160, 90, 70], [80, 80]], [SHORT, [20, 60, 5]], [[9, 7], SHORT[:3]]]
@@ -188,7 +187,7 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
     model = tiny_model(kind, **changes.pop("model", {}))
     if changes.pop("checkpointing", False):
         model.gradient_checkpointing_enable({"use_reentrant": changes.pop("use_reentrant", False)})
-    model = deepspeed_cad.apply(model, {**BLOCK, "documents": documents, **changes}).train()
+    model = deepspeed_cad.apply(model, {**training.BLOCK, "documents": documents, **changes}).train()
     batches = rank_batches(ONE_EACH[rank], 10 * rank)
     derived = ()
     for batch, lengths in zip(batches, ONE_EACH[rank]):
@@ -259,7 +258,7 @@ def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int
     from deepspeed_cad import session
 
     said: list[str] = []
-    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": documents}).train()
+    model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "documents": documents}).train()
     lengths = [[8, 8], [16], [4] * 4, [16], [8, 8], [4] * 4]
     batches = rank_batches(lengths if rank == 0 else lengths[::-1], 0)
     if spans and rank == 1:
@@ -378,7 +377,7 @@ def _unmovable(rank: int, world: int, extra: Any, unpadded: bool = False) -> lis
     said: list[str] = []
     logger = logging.getLogger("deepspeed_cad")
     with mock.patch.object(logger, "warning", lambda text, *given: said.append(text % given)):
-        model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "deal"}).train()
+        model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "documents": "deal"}).train()
         batches: list[Any] = rank_batches(LENGTHS[rank], 0) * 2
         if rank == 1 or unpadded:
             batches = [{**batch, "extra": extra or batch["labels"]} for batch in batches]

@@ -13,8 +13,9 @@ import training
 from deepspeed_cad.integrations import trainer as trainer_room
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
-from test_dealt import BLOCK, SHORT, pad, rank_batches
+from test_dealt import SHORT, pad, rank_batches
 from trainers import losses_of, start_anew, training_arguments, without_and_with
+from training import BLOCK
 
 import deepspeed_cad
 

@@ -7,7 +7,7 @@ import torch
 import training
 from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
-from trainers import BLOCK, STEPS, assert_same_and_balanced, start_anew, step_entry, without_and_with
+from trainers import STEPS, assert_same_and_balanced, start_anew, step_entry, without_and_with
 
 import deepspeed_cad
 
@@ -32,16 +32,16 @@ def _train(
     return found, (session.counts.forwards, session.counts.backwards, session.counts.replays, reason)
 
 
-INTERLEAVE = {**BLOCK, "overlap": "interleave"}
+INTERLEAVE = {**training.BLOCK, "overlap": "interleave"}
 CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, Any]]] = {
-    "ZeRO-0": (engine_config(0), None, BLOCK),
-    "ZeRO-1, accumulation": (engine_config(1, gradient_accumulation_steps=2), None, BLOCK),
-    "ZeRO-2, reentrant": (engine_config(2), "reentrant", BLOCK),
-    "ZeRO-3, non-reentrant": (engine_config(3), "non-reentrant", BLOCK),
+    "ZeRO-0": (engine_config(0), None, training.BLOCK),
+    "ZeRO-1, accumulation": (engine_config(1, gradient_accumulation_steps=2), None, training.BLOCK),
+    "ZeRO-2, reentrant": (engine_config(2), "reentrant", training.BLOCK),
+    "ZeRO-3, non-reentrant": (engine_config(3), "non-reentrant", training.BLOCK),
     "ZeRO-3, reentrant, offload": (engine_config(3, zero_optimization={
         "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
         "stage3_param_persistence_threshold": 0,
-    }, zero_force_ds_cpu_optimizer=False), "reentrant", BLOCK),
+    }, zero_force_ds_cpu_optimizer=False), "reentrant", training.BLOCK),
     # Nano-batches alternate over the decoder, but not where ZeRO-3 shards parameters.
     "interleaved, ZeRO-0, non-reentrant": (engine_config(0), "non-reentrant", INTERLEAVE),
     "interleaved, ZeRO-2, accumulation": (engine_config(2, gradient_accumulation_steps=2, zero_optimization={
@@ -80,7 +80,7 @@ def _without_optimizer(rank: int, world: int) -> None:
     batch = training.pack(training.documents(LENGTHS[rank], seed=rank))
 
     def engine(model: torch.nn.Module, **more: Any) -> Any:
-        return deepspeed.initialize(model=model, config={**config, "cad": {**BLOCK, **more}})[0]
+        return deepspeed.initialize(model=model, config={**config, "cad": {**training.BLOCK, **more}})[0]
 
     model = training.sdpa_llama()
     first = engine(model)

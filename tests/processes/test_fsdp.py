@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as home
 import trainers
+import training
 from pool import WorkerPool
 from torch._dynamo.utils import counters
 from wrapped import LATE, MICRO, WAYS, train
@@ -21,7 +22,7 @@ the whole model is none."""
 
 
 def _train(
-    cad: bool, rank: int, world: int, way: str, late: bool = False, block: dict[str, Any] = trainers.BLOCK
+    cad: bool, rank: int, world: int, way: str, late: bool = False, block: dict[str, Any] = training.BLOCK
 ) -> tuple[list[dict[str, Any]], int, int]:
     """An entry of every micro-batch, how often parameters were gathered, and how many operations were compiled."""
     counters.clear()
@@ -29,7 +30,7 @@ def _train(
     batches = [trainers.collate([rows[i * world + rank]]) for i in range(STEPS)]
     with mock.patch.object(home, "foreach_all_gather", wraps=home.foreach_all_gather) as gather:
         found = train(way, batches, trainers.step_entry, block if cad else None, torch.device("cpu"), late)
-    for binding in deepspeed_cad.current_session().bindings.values() if cad and block != trainers.BLOCK else ():
+    for binding in deepspeed_cad.current_session().bindings.values() if cad and block != training.BLOCK else ():
         assert ("FSDP wraps its layers" in binding.in_turn) == (way != "FSDP2, root"), binding.in_turn
     return found, gather.call_count, counters["stats"]["calls_captured"]
 
@@ -41,7 +42,7 @@ def _compare(rank: int, world: int, half: int) -> dict[str, Any]:
         found[f"late {way}"] = found[way][0], _train(True, rank, world, way, late=True)
         trainers.start_anew()
     for way in interleaved:
-        block = {**trainers.BLOCK, "overlap": "interleave"}
+        block = {**training.BLOCK, "overlap": "interleave"}
         found[f"interleaved {way}"] = trainers.without_and_with(_train, rank, world, way, block=block)
     return found
 

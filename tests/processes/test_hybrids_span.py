@@ -21,8 +21,6 @@ from deepspeed_cad.attention.spanning import Spanning
 from deepspeed_cad.errors import CADError, CADUnsupportedError
 from deepspeed_cad.schedule import ROWS
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-
 KINDS = (
     "qwen3_5_text", "qwen3_next", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "falcon_h1", "jamba",
     "lfm2", "bamba", "zamba", "lfm3", "lfm2_moe", "qwen3_5_moe_text",
@@ -114,7 +112,7 @@ def _train(
             model.enable_input_require_grads()
         if dtype == torch.float64:
             in_fp64(patch, reference)
-        deepspeed_cad.apply(model, BLOCK | changes)
+        deepspeed_cad.apply(model, training.BLOCK | changes)
         for lengths in streams:
             part, here = _part(lengths, rank, world, padding=7 if kernel else 0, **(how or {}))
             worst = max(worst, *training.as_alone(model, reference, part, _alone(lengths), here).values())
@@ -197,11 +195,11 @@ def _sharded(rank: int, world: int, kind: str, how: str) -> float:
 
         late = how.endswith("late")
         if not late:
-            deepspeed_cad.apply(model, BLOCK)
+            deepspeed_cad.apply(model, training.BLOCK)
         for layer in (*model.model.layers, model):
             fully_shard(layer)
         if late:
-            deepspeed_cad.apply(model, BLOCK)
+            deepspeed_cad.apply(model, training.BLOCK)
         (model(**part, use_cache=False).logits[0] * weights[here]).sum().backward()
         got = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     wanted = {name: p.grad / world for name, p in reference.named_parameters()}
@@ -213,7 +211,7 @@ def _zero(stage: int, model: Any, part: Any, weights: torch.Tensor) -> dict[str,
     from deepspeed.utils import safe_get_full_grad
 
     deepspeed = import_deepspeed()
-    config = engine_config(stage, cad=BLOCK)
+    config = engine_config(stage, cad=training.BLOCK)
     config["optimizer"]["params"]["lr"] = 0.0
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
@@ -256,7 +254,7 @@ def _moved(rank: int, world: int, kind: str, lengths: Any, part: bool, checkpoin
         if checkpoint is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
             model.enable_input_require_grads()
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, training.BLOCK)
         model(**_part(lengths, rank, world)[0], use_cache=False).logits.sum().backward()
     return moved
 
@@ -312,7 +310,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         types = types[::-1] if what == "differs" and rank else types
         model = tiny_model("qwen3_5_text", torch.float32, layer_types=types, num_hidden_layers=2).train()
         try:
-            deepspeed_cad.apply(model, BLOCK)
+            deepspeed_cad.apply(model, training.BLOCK)
             model(**_part(STREAM, rank, world)[0], use_cache=False)
         except CADError as error:
             return str(error)

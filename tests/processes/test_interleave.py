@@ -17,7 +17,7 @@ import deepspeed_cad
 from deepspeed_cad.attention.call import AttentionCall
 from deepspeed_cad.exchange.transport import UNNAMED
 
-BLOCK = {"overlap": "interleave", "granularity": 16, "tolerance": 0.02, "links": training.LINKS}
+BLOCK = training.BLOCK | {"overlap": "interleave"}
 LENGTHS = [[[200, 31], [40, 9, 1, 70], [33]], [[7], [], [1]]]
 """Documents of each rank, of two micro-batches: most are cut inside, one rank has none, one has one token."""
 LAYERS = 3

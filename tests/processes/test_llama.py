@@ -9,7 +9,6 @@ from pool import WorkerPool
 
 import deepspeed_cad
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = {
     2: [[260], [40, 30, 9, 1, 50]], 3: [[130, 70], [], [31, 33, 5]], 4: [[300, 20], [64] * 3, [7] * 20, [1, 1, 120]],
 }  # fmt: skip
@@ -18,7 +17,7 @@ LENGTHS = {
 def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None, steps: int) -> dict[str, Any]:
     reference, model = training.tiny_llama(), training.tiny_llama()
     for _ in range(2):
-        deepspeed_cad.apply(model, BLOCK | block)
+        deepspeed_cad.apply(model, training.BLOCK | block)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
     model.train()
@@ -35,7 +34,8 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
 
 def _even_and_not(rank: int, world: int, overlap: str) -> list[int]:
     """Exchanges of micro-batches of which only the second has anything to move."""
-    reference, model = training.tiny_llama(), deepspeed_cad.apply(training.tiny_llama(), BLOCK | {"overlap": overlap})
+    reference = training.tiny_llama()
+    model = deepspeed_cad.apply(training.tiny_llama(), training.BLOCK | {"overlap": overlap})
     model.gradient_checkpointing_enable({"use_reentrant": False})
     counts = []
     for lengths in ([70, 26], LENGTHS[world][rank], [96]):

@@ -15,7 +15,6 @@ import training
 from engines import import_deepspeed
 from launched import zero
 from pool import WorkerPool
-from trainers import BLOCK
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
@@ -163,7 +162,7 @@ WAYS: dict[str, Callable[[int, dict[str, Any]], Trained]] = {
 def _compare(rank: int, world: int, name: str) -> tuple[float, float, tuple[int, ...]]:
     """Largest differences of losses and weights; forwards, backwards and replays of attention."""
     losses, weights = _alone(rank)
-    found, trained = WAYS[name](rank, {**BLOCK, "keep": "host"})
+    found, trained = WAYS[name](rank, {**training.BLOCK, "keep": "host"})
     session = deepspeed_cad.current_session()
     assert session is not None and session.parking is not None
     counts, statistics = session.counts, session.statistics

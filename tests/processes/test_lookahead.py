@@ -17,8 +17,6 @@ import deepspeed_cad
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.session import find_binding
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-
 
 def _documents(rank: int, step: int) -> list[torch.Tensor]:
     return training.documents([[120], [20, 30, 7]][(rank + step) % 2], seed=10 * step + rank)
@@ -28,7 +26,7 @@ COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
 
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
-    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "overlap": overlap})
+    model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "overlap": overlap})
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -88,7 +86,7 @@ class _Counts(list[Any]):
 
 def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> None:
     """A loop that goes on from micro-batch `first`, as from a checkpoint, or draws several at once and skips one."""
-    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "look_ahead": ahead}).train()
+    model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "look_ahead": ahead}).train()
     # Those of steps 0 and 3 have the same lengths.
     documents = [training.documents([20 * (step % 3) + 9, 90 * rank + 5], seed=10 * step + rank) for step in range(6)]
     session, rows = deepspeed_cad.current_session(), [training.pack(one) for one in documents]
@@ -121,7 +119,7 @@ def test_loops_may_pass_over_batches_or_draw_several(workers: WorkerPool, first:
 
 def _a_part_of_a_step(rank: int, world: int, passed: int, left_at: int) -> int:
     """Micro-batches trained in two epochs of three steps of two; a few are passed over first, or left at the end."""
-    model = deepspeed_cad.apply(training.tiny_llama(), {**BLOCK, "documents": "keep"}).train()
+    model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "documents": "keep"}).train()
     rows = [training.pack(training.documents([40], seed=10 * step + rank)) for step in range(6)]
     for _ in range(2):
         for i, batch in enumerate(deepspeed_cad.current_session().look_ahead(rows, model, accumulation=2)):
@@ -146,7 +144,7 @@ def test_steps_are_trained_whole(workers: WorkerPool, passed: int, left_at: int,
 
 def _draws_ahead(rank: int, world: int) -> None:
     """Over three epochs a loop holds one batch more than it trains; before, it looks at one, and trains another one."""
-    model = deepspeed_cad.apply(training.tiny_llama(), BLOCK).train()
+    model = deepspeed_cad.apply(training.tiny_llama(), training.BLOCK).train()
     documents = [training.documents([30 * step + 9, 40 * rank + 5], seed=10 * step + rank) for step in range(3)]
     loader = deepspeed_cad.current_session().look_ahead([training.pack(one) for one in documents], model)
     next(iter(loader))
@@ -171,7 +169,7 @@ def _engine(rank: int, world: int) -> None:
     data = [{"input_ids": torch.randint(0, 64, (96 if i % 2 else 30,))} for i in range(8)]
     with tempfile.TemporaryDirectory() as folder:
         monitor = {"enabled": True, "output_path": folder, "job_name": "cad"}
-        config = engine_config(0, csv_monitor=monitor, cad=BLOCK)
+        config = engine_config(0, csv_monitor=monitor, cad=training.BLOCK)
         engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
         assert isinstance(loader, LookAheadLoader) and len(loader) == 4
         for batch in loader:

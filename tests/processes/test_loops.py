@@ -9,7 +9,7 @@ from fuzz.fuzz import run_case
 from fuzz.play import Played
 from model_cases import NEW
 from pool import WorkerPool
-from training import LINKS
+from training import BLOCK
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 
@@ -17,7 +17,7 @@ SLOW, LONG = pytest.mark.slow, pytest.mark.long
 def loop(world: int = 2, block: dict[str, Any] | None = None, **changes: Any) -> Case:
     """Two micro-batches of a Llama on each rank, and what differs; the longest document is most of a micro-batch."""
     given = {"batches": (2,) * world, "longest": 150, "gradients": 1, **changes}
-    return Case(5, world, block={"granularity": 16, "tolerance": 0.02, "links": LINKS, **(block or {})}, **given)
+    return Case(5, world, block=BLOCK | (block or {}), **given)
 
 
 def play(workers: WorkerPool, case: Case) -> list[Played]:

@@ -47,8 +47,7 @@ def _build(family: Family, checkpoint: str | None) -> PreTrainedModel:
 
 def _train(rank: int, world: int, family: Family, overlap: str, checkpoint: str | None = None) -> dict[str, Any]:
     reference = _build(family, None)
-    block = {"overlap": overlap, "granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-    model = deepspeed_cad.apply(_build(family, checkpoint), block)
+    model = deepspeed_cad.apply(_build(family, checkpoint), training.BLOCK | {"overlap": overlap})
     docs = [doc + 3 for doc in training.documents(LENGTHS[rank], seed=rank)]
     alone = [{"input_ids": doc[None], "position_ids": torch.arange(len(doc))[None]} for doc in docs]
     given = {name: torch.cat([one[name] for one in alone], 1) for name in alone[0]}

@@ -11,7 +11,7 @@ import deepspeed_cad
 from deepspeed_cad.ahead import worker
 from deepspeed_cad.exchange.failure import patience
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "timeout_s": 300.0, "links": training.LINKS}
+BLOCK = training.BLOCK | {"timeout_s": 300.0}
 LENGTHS = [[120], [20, 30, 7], [64, 40], [90, 5, 31]]
 
 

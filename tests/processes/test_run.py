@@ -13,7 +13,6 @@ from ports import free_port
 from trainers import assert_same, losses_of
 
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 STEPS = 4
 LONG = [pytest.mark.long]
 
@@ -49,7 +48,7 @@ def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[st
 ])  # fmt: skip
 def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, servers: int) -> None:
     """The JSON for DeepSpeed has no "cad" block."""
-    block = BLOCK | ({"servers": {"reserved": servers}} if servers else {})
+    block = training.BLOCK | ({"servers": {"reserved": servers}} if servers else {})
     words = _launcher(way, 2 + servers, ["deepspeed_cad.run", "--cad", json.dumps(block)], tmp_path)
     begin = time.perf_counter()
     found = trained(words, tmp_path, loop, "--json", "ds.json")
@@ -69,7 +68,8 @@ def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, serv
 @pytest.mark.slow
 def test_not_active_by_the_first_step(tmp_path: Path) -> None:
     """A script that takes an optimizer step without CAD ends with 2, and leaves nothing that looks trained."""
-    done = run_ranks(1, ["-m", "deepspeed_cad.run", "--cad", json.dumps(BLOCK), SCRIPT, "eval", "out.json"], tmp_path)
+    words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(training.BLOCK), SCRIPT, "eval", "out.json"]
+    done = run_ranks(1, words, tmp_path)
     line = next(line for line in done.stderr.splitlines() if line.startswith("deepspeed_cad: rank"))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "not active at the first optimizer step" in line and "eval mode" in line and "--cad" in line

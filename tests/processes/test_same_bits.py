@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_cad
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
-
 
 def _logps(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0, :-1]
@@ -27,7 +25,7 @@ def _logps(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
 def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: str) -> tuple[int, float]:
     """A plain loop of a policy and a reference; gives how much was sent and the last loss."""
     policy, reference = (training.tiny_llama(getattr(torch, dtype), attn_implementation="sdpa") for _ in range(2))
-    model = deepspeed_cad.apply(policy, {**BLOCK, **block}).train()
+    model = deepspeed_cad.apply(policy, {**training.BLOCK, **block}).train()
     if how == "a copy":
         reference = copy.deepcopy(model)
     elif how == "other wrappers":
@@ -62,7 +60,7 @@ def test_a_policy_and_its_reference(workers: WorkerPool, dtype: str, how: str, b
 
 def _trained_after_all(rank: int, world: int) -> None:
     """Models of the policy's class, for which nobody turned CAD on; eager attention is not what others get."""
-    policy = deepspeed_cad.apply(training.tiny_llama(), BLOCK)
+    policy = deepspeed_cad.apply(training.tiny_llama(), training.BLOCK)
     batch = training.pack(training.documents([40, 9], seed=rank))
     model, plain = (training.tiny_llama(attn_implementation="eager", use_cache=False) for _ in range(2))
     with torch.no_grad():

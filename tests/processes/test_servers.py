@@ -10,7 +10,7 @@ import training
 from landing import counted
 from pool import WorkerPool
 from ports import free_port
-from served import BLOCK, Served, play, run
+from served import Served, play, run
 
 import deepspeed_cad
 from deepspeed_cad.planner.plan import HeadShape
@@ -81,7 +81,7 @@ def _play(rank: int, world: int, has: float, *args: Any) -> Counted:
 def _run(
     workers: WorkerPool, trainers: int, servers: int, train: Any, *args: Any, has: float = float("inf"), **block: Any
 ) -> list[Counted]:
-    given = {**BLOCK, "servers": {"reserved": servers}, **block}
+    given = {**training.BLOCK, "servers": {"reserved": servers}, **block}
     found = workers.run(_play, trainers + servers, has, free_port(), given, train, *args, joined=False)
     for one in found[trainers:]:
         served: Served = one.result

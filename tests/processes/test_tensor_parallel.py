@@ -51,7 +51,7 @@ def _train(cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None,
     config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
     more = config.pop("cad", {})
     rows = _rows(rank, trainers.STEPS * config["gradient_accumulation_steps"])
-    block = {"cad": trainers.BLOCK | {"granularity": 8} | more} if cad else {}
+    block = {"cad": training.BLOCK | {"granularity": 8} | more} if cad else {}
     found = train_engine(config | block, checkpoint, rows, trainers.step_entry, **changes)
     return found, deepspeed_cad.current_session().describe() if cad else ""
 
@@ -111,7 +111,7 @@ def _sequence_parallel(folder: str) -> torch.nn.Module:
 def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], folder: str) -> dict[str, Any]:
     """Two steps of one model, whose mesh CAD reads from its parameters, against each document alone."""
     model = make(folder)
-    deepspeed_cad.apply(model, trainers.BLOCK)
+    deepspeed_cad.apply(model, training.BLOCK)
     model.train()
     reference, replicas = training.tiny_llama(), world // SHARES
     for step in range(2):
@@ -146,7 +146,7 @@ def _trainer(cad: bool, folder: str) -> list[dict[str, Any]]:
 
     model = _loaded(folder, torch.float32)
     if cad:
-        deepspeed_cad.apply(model, trainers.BLOCK)
+        deepspeed_cad.apply(model, training.BLOCK)
     given = {"max_steps": trainers.STEPS, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
     arguments = trainers.training_arguments(folder, **given, eval_strategy="steps", eval_steps=3)
     trainer = Trainer(

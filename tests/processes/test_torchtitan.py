@@ -15,7 +15,6 @@ from pool import WorkerPool
 import deepspeed_cad
 from deepspeed_cad.errors import CADUnsupportedError
 
-BLOCK = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 LENGTHS = [[100, 28], [9] * 14 + [2]]
 
 
@@ -65,21 +64,22 @@ def _room() -> Any:
 
 def _attend(rank: int, world: int) -> dict[str, Any]:
     """Two layers, one with a window, of two rows of documents; O and dQ, dK and dV."""
-    config = _room().cad(_Grouped.Config(inner_attention=_Varlen.Config(window_size=(15, 0))), **BLOCK).inner_attention
-    layers = [_room().Attention(config), _room().Attention(_room().Attention.Config(block=BLOCK))]
-    assert [layer.window for layer in layers] == [16, None] and config.block == BLOCK
+    given = _Grouped.Config(inner_attention=_Varlen.Config(window_size=(15, 0)))
+    config = _room().cad(given, **training.BLOCK).inner_attention
+    layers = [_room().Attention(config), _room().Attention(_room().Attention.Config(block=training.BLOCK))]
+    assert [layer.window for layer in layers] == [16, None] and config.block == training.BLOCK
     gen = torch.Generator().manual_seed(rank)
     rows = [torch.randn(1, 128, heads, 16, generator=gen, dtype=torch.float64) for heads in (4, 2, 2)]
     ends = torch.tensor([0, *LENGTHS[rank]]).cumsum(0).to(torch.int32)
     for layer in layers:
-        given, leaves = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
-        layer(*given, attention_masks=SimpleNamespace(cu_seq_q=ends)).square().sum().backward()
+        own, leaves = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
+        layer(*own, attention_masks=SimpleNamespace(cu_seq_q=ends)).square().sum().backward()
         for begin, end in zip(ends.tolist(), ends.tolist()[1:]):
             q, k, v = (x[:, begin:end].transpose(1, 2) for x in leaves)
             seen = torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - (layer.window or 128))
             o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
             o.square().sum().backward()
-        for one, other in zip(given, leaves):
+        for one, other in zip(own, leaves):
             assert (one.grad - other.grad).abs().max() < 1e-10
     assert deepspeed_cad.current_session().statistics.micro_batches == 1
     return training.figures()

@@ -24,8 +24,7 @@ LAYERS = 2
 
 
 def _train(rank: int, world: int, block: dict[str, Any]) -> None:
-    model = training.tiny_llama()
-    deepspeed_cad.apply(model, {"granularity": 16, "tolerance": 0.02, "links": training.LINKS, **block}).train()
+    model = deepspeed_cad.apply(training.tiny_llama(), training.BLOCK | block).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for step in range(WARM_UP + STEPS):
         lengths = [[260], [40, 30, 9, 1, 50]][rank]

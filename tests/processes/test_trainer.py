@@ -49,16 +49,16 @@ def _trainer(
     """A Trainer on a new model, with CAD by its own key, by the JSON's or by that of axolotl's YAML."""
     model = training.sdpa_llama()
     if stage is not None:
-        changes["deepspeed"] = {**trainers.zero(stage), **({"cad": trainers.BLOCK} if cad else {})}
+        changes["deepspeed"] = {**trainers.zero(stage), **({"cad": training.BLOCK} if cad else {})}
     elif cad and not axolotl:
-        deepspeed_cad.apply(model, changes.pop("block", trainers.BLOCK))
+        deepspeed_cad.apply(model, changes.pop("block", training.BLOCK))
     arguments = trainers.training_arguments(folder, **{"max_steps": trainers.STEPS, **changes})
     made = (kind or Trainer)(
         model=model, args=arguments, data_collator=trainers.collate,
         train_dataset=trainers.PackedRows(24) if rows is None else rows, eval_dataset=trainers.PackedRows(8, seed=50),
     )  # fmt: skip
     if cad and axolotl:
-        yaml, plugin = {"cad": trainers.BLOCK, "sample_packing": True}, _axolotl()
+        yaml, plugin = {"cad": training.BLOCK, "sample_packing": True}, _axolotl()
         plugin.pre_model_load(yaml)
         plugin.post_trainer_create(yaml, made)
     return made
@@ -138,7 +138,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
 
     with pytest.raises(CADDataError, match='"look_ahead": 0'):
         trainer(Shortens).train()
-    shortened = trainer(Shortens, block={**trainers.BLOCK, "look_ahead": 0})
+    shortened = trainer(Shortens, block={**training.BLOCK, "look_ahead": 0})
     shortened.train()
     assert len(trainers.losses_of(shortened.state.log_history)) == trainers.STEPS
 

@@ -7,7 +7,7 @@ import torch
 import training
 from engines import import_deepspeed
 from pool import WorkerPool
-from trainers import BLOCK, STEPS, assert_same_and_balanced, settings, tokenizer, without_and_with, zero
+from trainers import STEPS, assert_same_and_balanced, settings, tokenizer, without_and_with, zero
 
 import deepspeed_cad
 
@@ -42,7 +42,7 @@ def _trained(
 def _sft(cad: bool, folder: str, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
     model = training.sdpa_llama()
     if cad:
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, training.BLOCK)
     data = {"input_ids": [doc.tolist() for doc in training.documents(LENGTHS * 4, seed=0)]}
     more = {"peft_config": _lora(init_lora_weights=False)} if lora else {}
     return _trained("SFT", folder, model, data, {"max_length": 200, **changes}, **more)
@@ -62,9 +62,9 @@ def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, *
     data = dict(zip(("prompt", "chosen", "rejected"), map(list, zip(*rows))))
     model, reference = training.sdpa_llama(), None if lora else training.sdpa_llama()
     if stage is not None:
-        changes["deepspeed"] = {**zero(stage), **({"cad": BLOCK} if cad else {})}
+        changes["deepspeed"] = {**zero(stage), **({"cad": training.BLOCK} if cad else {})}
     elif cad:
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, training.BLOCK)
     more = {"peft_config": _lora()} if lora else {"ref_model": reference}
     before = _values(reference)
     log = _trained("DPO", folder, model, data, {"max_length": 400, **changes}, **more)
@@ -94,7 +94,7 @@ def _rollouts(cad: bool, folder: str, kind: str = "GRPO", **changes: Any) -> lis
     """It generates in train mode, then asks the policy and a reference for log-probabilities, then trains."""
     model = _policy(folder)
     if cad:
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, training.BLOCK)
     given = {
         "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1,
         "temperature": 0.7, "num_iterations": 2, **changes,
@@ -119,7 +119,7 @@ def _kto(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
     }  # fmt: skip
     model, reference = _policy(folder).double(), _policy(folder).double()
     if cad:
-        deepspeed_cad.apply(model, BLOCK)
+        deepspeed_cad.apply(model, training.BLOCK)
     given = {"per_device_train_batch_size": 2, "max_length": 400, **changes}
     log = _trained("KTO", folder, model, data, given, ref_model=reference)
     assert not cad or (log[0]["loss"], log[0]["kl"]) == (0.5, 0)

@@ -9,7 +9,7 @@ import training
 from engines import engine_config, import_deepspeed
 from pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
-from trainers import BLOCK
+from training import BLOCK
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deepspeed_cad

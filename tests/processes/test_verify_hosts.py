@@ -9,12 +9,11 @@ import torch
 import training
 from pool import WorkerPool
 from torch.nn.parallel import DistributedDataParallel
-from trainers import BLOCK
 
 import deepspeed_cad
 from deepspeed_cad.errors import CADError
 
-VERIFY = {**BLOCK, "verify": 2}
+VERIFY = {**training.BLOCK, "verify": 2}
 LENGTHS = [[200, 31], [40, 9, 1, 70]]
 
 

@@ -181,14 +181,13 @@ def pack(model: Seeing, documents: Sequence[Document], form: str) -> dict[str, t
 
 DOCUMENTS = [[(150, 2, 1), (3, 0, 0), (39, 1, 0)], [(20, 0, 0), (40, 0, 0), (1, 0, 0), (60, 0, 0)]]
 """Of each rank: tokens of text, images, videos. The second rank sees nothing."""
-SETTINGS = {"granularity": 16, "tolerance": 0.02, "links": training.LINKS}
 
 
 def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpoint: bool) -> dict[str, Any]:
     reference, model = tiny_seeing(case), tiny_seeing(case)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    deepspeed_cad.apply(model, {**SETTINGS, "overlap": overlap})
+    deepspeed_cad.apply(model, training.BLOCK | {"overlap": overlap})
     drawn = enumerate(DOCUMENTS[rank % 2], 10 * rank)
     of_rank = [make_document(case, reference, number, *what) for number, what in drawn]
     found = training.as_alone(model, reference, pack(case, of_rank, form), list(map(alone, of_rank)), forwards=2)
