@@ -207,10 +207,8 @@ class Expected:
 
 def expected_of(layout: Layout, rule: MaskRule, sinks: torch.Tensor | None, dtype: torch.dtype) -> Expected:
     """What is right, in fp64, for inputs that are rounded to `dtype`; zero in padding."""
-    made = []
-    for rank in range(layout.ranks):
-        mine = rows_of(layout, rank)
-        made.append({"o": torch.zeros_like(mine["do"]), **{f"d{n}": torch.zeros_like(mine[n]) for n in "qkv"}})
+    rows = [rows_of(layout, rank) for rank in range(layout.ranks)]
+    made = [{"o": torch.zeros_like(mine["do"]), **{f"d{n}": torch.zeros_like(mine[n]) for n in "qkv"}} for mine in rows]
     leaf = None if sinks is None else sinks.detach().to(dtype).double().clone().requires_grad_()
     for number in range(layout.documents):
         whole = document(layout, number, dtype)
@@ -286,9 +284,8 @@ class Ranks:
             sinks = [leaf.get("sinks") for leaf in self.leaves]
             tokens = [call.dispatch(*one, sink) for call, one, sink in zip(calls, given, sinks)]
             tokens = self._on_all([lambda c=call, t=token: c.serve(t) for call, token in zip(calls, tokens)])
-            found.append(
-                [call.collect(token, *one, sink) for call, token, one, sink in zip(calls, tokens, given, sinks)]
-            )
+            each = zip(calls, tokens, given, sinks)
+            found.append([call.collect(token, *one, sink) for call, token, one, sink in each])
         return [torch.cat(outputs) for outputs in zip(*found)]
 
     def backward(self, outputs: list[torch.Tensor], retain_graph: bool = False) -> None:

@@ -115,10 +115,9 @@ def documents_of(replica: int, micro_batch: int, step: int = 0) -> list[torch.Te
 
     None of one token: alone, its norms would add up in another order than in a longer row.
     """
-    some = [[90], [30, 9, 2, 40], [50, 50], [17], [64, 3, 20], [5, 5, 110]]
-    return training.documents(
-        some[(micro_batch + 2 * replica + step) % len(some)], 1000 * step + 100 * replica + micro_batch
-    )
+    lengths = [[90], [30, 9, 2, 40], [50, 50], [17], [64, 3, 20], [5, 5, 110]]
+    own = lengths[(micro_batch + 2 * replica + step) % len(lengths)]
+    return training.documents(own, 1000 * step + 100 * replica + micro_batch)
 
 
 def pairs(replica: int, count: int, step: int = 0) -> list[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:

@@ -17,9 +17,7 @@ from deepspeed_cad.schedule import HOME, KEY, KIND, QUERY, SERVER, build_slices,
 
 LONG = Layout.from_stream([300], 3, 100)
 """One document over three ranks."""
-TASKS = np.array([
-    (0, 0, 100, 0, 3, 0), (0, 100, 200, 0, 3, 1), (0, 200, 300, 2, 3, 1), (0, 200, 300, 0, 2, 2),
-])  # fmt: skip
+TASKS = np.array([(0, 0, 100, 0, 3, 0), (0, 100, 200, 0, 3, 1), (0, 200, 300, 2, 3, 1), (0, 200, 300, 0, 2, 2)])
 """Rank 1 runs its own rows of all head groups; and of one those of rank 2."""
 SINKS = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
 

@@ -213,9 +213,8 @@ def test_libraries_get_and_give_what_they_name(
         )
 
     def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap):  # type: ignore[no-untyped-def]
-        o, lse = math.forward(
-            q, k, v, *read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size[0], softcap)
-        )
+        given = read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size[0], softcap)
+        o, lse = math.forward(q, k, v, *given)
         return (o, *first, lse.t()) if first else (o, lse.t(), None, None)
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,

@@ -152,9 +152,7 @@ def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
     else:
         found = attend(whole, given, module)
     heads = [x[0].transpose(0, 1) for x in given]
-    expected = torch.cat(
-        [document_attention(*(x[:3] for x in heads), 0.5), document_attention(*(x[3:] for x in heads), 0.5)]
-    )
+    expected = torch.cat([document_attention(*one, 0.5) for one in zip(*(x.split([3, 7]) for x in heads))])
     assert torch.allclose(found[0], expected, atol=1e-12)
     do = torch.randn_like(found)
     right = torch.autograd.grad(expected, given, do[0], retain_graph=True)

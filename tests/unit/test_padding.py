@@ -83,10 +83,8 @@ def test_a_mask_of_ones_over_packed_rows_is_told_once(
     lengths: list[int], numbers: bool, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers then lets documents see each other, as LLaMA-Factory's packing does without neat_packing."""
-    model, batch = (
-        deepspeed_cad.apply(training.tiny_llama(), {}).train(),
-        training.pack(training.documents(lengths, seed=1)),
-    )
+    model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
+    batch = training.pack(training.documents(lengths, seed=1))
     batch["attention_mask"] = 1 + (batch["position_ids"] == 0).cumsum(-1) * numbers
     for _ in range(2):
         loss_and_gradients(model, batch)

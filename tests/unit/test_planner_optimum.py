@@ -52,11 +52,8 @@ def least_bytes(problem: PlanInput, tolerance: float) -> float:
 
 def granules(segments: Segments, step: int) -> list[tuple[int, int, int, int]]:
     """(document, begin, end, home) of every piece between multiples of `step`; segments begin on multiples here."""
-    found = []
-    for document, begin, end, home in zip(segments.document, segments.begin, segments.end, segments.rank, strict=True):
-        for low in range(int(begin), int(end), step):
-            found.append((int(document), low, min(low + step, int(end)), int(home)))
-    return found
+    rows = segments.to_array().tolist()
+    return [(d, low, min(low + step, end), home) for d, begin, end, home, _ in rows for low in range(begin, end, step)]
 
 
 def small_problem(seed: int) -> PlanInput:

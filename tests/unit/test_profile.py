@@ -32,11 +32,8 @@ PROFILE = Profile("some GPU", "flash_attn_4", (ENTRY,), inside=4e11, between=5e1
 
 
 def measured_as(true: tuple[float, ...], sizes: measure.Sizes = measure.GPU, groups: int = 8) -> list[measure.Measured]:
-    found = []
-    for call in measure.calls(sizes, groups, most_keys=1 << 40):
-        seconds = float(np.dot(call.counts, true))
-        found.append(measure.Measured(call, seconds * 0.3, seconds * 0.7))
-    return found
+    timed = [(call, float(np.dot(call.counts, true))) for call in measure.calls(sizes, groups, most_keys=1 << 40)]
+    return [measure.Measured(call, seconds * 0.3, seconds * 0.7) for call, seconds in timed]
 
 
 @pytest.mark.parametrize("sizes", [measure.GPU, measure.GPU_QUICK, measure.CPU, measure.CPU_QUICK])
