@@ -42,9 +42,7 @@ def train_engine(
     """
     import deepspeed
 
-    model = training.tiny_llama(torch.float32, **changes)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    model = training.checkpointed(training.tiny_llama(torch.float32, **changes), checkpoint)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()
     found = []

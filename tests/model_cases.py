@@ -125,6 +125,7 @@ FAMILIES: tuple[Family, ...] = (
         "n_mamba_heads": 2, "num_key_value_heads": 4,
     }),
 )  # fmt: skip
+BY_KIND = {one.kind: one for one in FAMILIES}
 
 
 def tiny_config(kind: str, **changes: Any) -> Any:
@@ -159,8 +160,7 @@ def randomized(
 
 def family(kind: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> Any:
     """The tiny model of a family in training mode; `sizes`: what differs in its config."""
-    (changes,) = (one.changes for one in FAMILIES if one.kind == kind)
-    return tiny_model(kind, dtype, **changes | sizes).train()
+    return tiny_model(kind, dtype, **BY_KIND[kind].changes | sizes).train()
 
 
 def known_kind(kind: str) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 LINKS = {"inside": 100, "between": 10}
@@ -25,6 +26,15 @@ def tiny_llama(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCa
 def sdpa_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
     """The same as users of host frameworks load it."""
     return tiny_llama(dtype, attn_implementation="sdpa", use_cache=False, **changes)
+
+
+def with_lora(model: Any, **changes: Any) -> Any:
+    """The model with adapters, of which none is zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    given = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **changes}
+    return get_peft_model(model, LoraConfig(r=4, **given))
 
 
 def deepspeed_experts() -> torch.nn.Module:
@@ -59,6 +69,20 @@ def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
 
 
+def forward_backward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    """Trains a packed micro-batch; gives its loss, the sum over targets."""
+    loss = loss_sum(model, batch)
+    loss.backward()
+    return float(loss.detach())
+
+
+def checkpointed(model: Any, how: str | bool | None) -> Any:
+    """The model with activation checkpointing, "reentrant" or not; as it is where nothing is asked for."""
+    if how:
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    return model
+
+
 def alone(
     model: torch.nn.Module, docs: list[torch.Tensor], as_in_row: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -69,9 +93,7 @@ def alone(
     for doc in docs:
         if len(doc) > 1:
             one = pack([doc])
-            loss = loss_sum(model, one | {"position_ids": one["position_ids"] + begin * as_in_row})
-            loss.backward()
-            total += float(loss.detach())
+            total += forward_backward(model, one | {"position_ids": one["position_ids"] + begin * as_in_row})
         begin += len(doc)
     found = gradients(model)
     model.zero_grad()
@@ -79,9 +101,10 @@ def alone(
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies; zeros where there is none."""
+    """Copies, whole where ranks have parts of them; zeros where there is none."""
     found = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found.items()}
+    copies = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found.items()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in copies.items()}
 
 
 def assert_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
@@ -92,10 +115,9 @@ def assert_gradients(model: torch.nn.Module, expected: dict[str, torch.Tensor], 
 
 def step_as_alone(model: torch.nn.Module, reference: torch.nn.Module, docs: list[torch.Tensor]) -> None:
     """Forward and backward of documents in one packed row: loss and gradients must be those of each document alone."""
-    loss = loss_sum(model, pack(docs))
-    loss.backward()
+    loss = forward_backward(model, pack(docs))
     expected, wanted = alone(reference, docs)
-    assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
+    assert abs(loss - expected) < 1e-9 * max(1, expected)
     # Gradients of a rank are those of its own documents: serving others adds nothing to them.
     assert_gradients(model, wanted)
     model.zero_grad()

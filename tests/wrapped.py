@@ -37,9 +37,7 @@ def _checkpoint_wrappers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _lora(model: torch.nn.Module) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    return fsdp2(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)))
+    return fsdp2(training.with_lora(model))
 
 
 def _compiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from model_cases import FAMILIES, Family, tiny_model
+import training
+from model_cases import BY_KIND, family
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
@@ -124,7 +125,7 @@ def model_of(case: Case) -> Any:
     """The model, in training mode, with the same weights whenever it is made."""
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     layers = {"num_hidden_layers": 4} if case.stages > 2 else {}
-    return tiny_model(case.model, dtype, **{**_family(case).changes, **CHANGES.get(case.model, {}), **layers}).train()
+    return family(case.model, dtype, **CHANGES.get(case.model, {}), **layers)
 
 
 def tolerance_of(case: Case) -> float:
@@ -134,21 +135,15 @@ def tolerance_of(case: Case) -> float:
     gradients of tiny models are off by some 1e-8. A family's own figure holds for outputs; a loss adds up some hundred
     of them. A wrong plan is off by 1e-3 and more.
     """
-    return max(10 * _family(case).tolerance, 1e-7) if case.dtype == "fp64" else 2e-4
-
-
-def _family(case: Case) -> Family:
-    return next(family for family in FAMILIES if family.kind == case.model)
+    return max(10 * BY_KIND[case.model].tolerance, 1e-7) if case.dtype == "fp64" else 2e-4
 
 
 class _Player:
     def __init__(self, case: Case, rank: int, played: Played) -> None:
         self.case, self.rank, self.played = case, rank, played
-        self.reference, model = model_of(case), model_of(case)
+        self.reference, model = model_of(case), training.checkpointed(model_of(case), case.checkpoint)
         if case.model == "gemma2":
             self.reference.set_attn_implementation("eager")  # sdpa knows no soft cap
-        if case.checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": case.checkpoint == "reentrant"})
         self.inner = deepspeed_cad.apply(model, whole_block(case))
         self.model: torch.nn.Module = self.inner
         if case.ddp:

@@ -55,13 +55,8 @@ def step(stages: int, dtype: torch.dtype, block: dict[str, Any] | None) -> tuple
 
     module = pipelines.by_hand(training.tiny_llama(dtype, num_hidden_layers=4, hidden_size=512), stages, interval=1)
     module.dynamic_shape = True
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": COUNT, "steps_per_print": 1 << 30,
-        "zero_allow_untested_optimizer": True, "pipeline": {"use_reentrant": False},
-        **({"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}),
-    }  # fmt: skip
-    if block is not None:
-        config["cad"] = block
+    more = ({"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}) | ({} if block is None else {"cad": block})
+    config = pipelines.config(COUNT, steps_per_print=1 << 30, pipeline={"use_reentrant": False}, **more)
     before = {name: p.detach().float().clone() for name, p in module.named_parameters()}
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)

@@ -21,8 +21,8 @@ MODES: list[dict[str, Any]] = [{}, {"overlap": "interleave"}, {"keep": "host"}, 
 def run(place: Place, lines: Lines, case: str) -> None:
     ways = [(name, partial(train_wrapped, name)) for name in wrapped.WAYS | (wrapped.ON_GPUS if place.on_gpu else {})]
     ways += [(f"{name}, late", partial(train_wrapped, name, late=True)) for name in wrapped.LATE]
-    for stage, checkpoint in ((1, None), (2, "reentrant"), (3, None), (3, "non-reentrant")):
-        ways.append((f"ZeRO-{stage}, checkpointing: {checkpoint}", partial(train_zero, stage, checkpoint)))
+    zero = (1, None), (2, "reentrant"), (3, None), (3, "non-reentrant")
+    ways += [(f"ZeRO-{stage}, checkpointing: {how}", partial(train_zero, stage, how)) for stage, how in zero]
     for i, (name, train) in enumerate(ways):
         more = MODES[i % len(MODES)]
         label = ", ".join([name, *(f"{key} {value}" for key, value in more.items())])

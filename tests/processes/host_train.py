@@ -32,9 +32,7 @@ SHAPE = HeadShape(8, 4, 8, 8, 4)
 def step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
     """Loss of this rank's documents, forward and backward."""
     model.zero_grad()
-    loss = training.loss_sum(model, batch)
-    loss.backward()
-    return float(loss.detach())
+    return training.forward_backward(model, batch)
 
 
 def write_profile(path: Path, pair: float) -> None:

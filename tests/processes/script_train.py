@@ -34,9 +34,8 @@ def run_torch(args, model):
     else:
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        for part in (*model.model.layers, model):
+            fully_shard(part)
     return loop(args, model, torch.optim.AdamW(model.parameters(), lr=1e-2), sampled(), torch.Tensor.backward)
 
 

@@ -47,12 +47,8 @@ def _accelerator(cad: bool, stage: int | None = None, compiled: bool = False, fs
 
 
 def _model(lora: dict[str, Any] | None, checkpoint: bool) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    model = training.sdpa_llama()
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model if lora is None else get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **lora))
+    model = training.checkpointed(training.sdpa_llama(), checkpoint)
+    return model if lora is None else training.with_lora(model, **lora)
 
 
 def _run(

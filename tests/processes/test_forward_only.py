@@ -44,9 +44,8 @@ def _fsdp1(rank: int, world: int, late: bool) -> int:
                     found = one(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
                     assert (found - _alone(plain, mine[i])).abs().max() < 1e-10
         docs = training.documents([40, 9], seed=passes + rank)
-        loss = training.loss_sum(model.train(), training.pack(docs))
-        assert abs(float(loss.detach()) - training.alone(plain, docs)[0]) < 1e-8
-        loss.backward()
+        loss = training.forward_backward(model.train(), training.pack(docs))
+        assert abs(loss - training.alone(plain, docs)[0]) < 1e-8
     assert session.statistics.micro_batches == 2
     return session.forward_only.micro_batches
 

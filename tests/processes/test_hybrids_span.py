@@ -15,6 +15,7 @@ from engines import engine_config, import_deepspeed
 from hybrids import Kernels, in_fp64
 from model_cases import NEW, VERSION, family, tiny_model
 from pool import WorkerPool
+from wrapped import fsdp2
 
 import deepspeed_cad
 from deepspeed_cad.attention.spanning import Spanning
@@ -39,13 +40,6 @@ DELTA_RULE = "torch_chunk_gated_delta_rule"
 EIGHT_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
 
 pytestmark = pytest.mark.skipif(not NEW, reason="older versions of transformers have few of these models")
-
-
-def _with_lora(model: Any, modules: list[str]) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
 
 
 def _alone(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -106,7 +100,7 @@ def _train(
             calls = getattr(Kernels(patch, f"transformers.models.{kind}.modeling_{kind}").convolution(), kernel)().calls
         reference, model = (family(kind, dtype, **sizes) for _ in range(2))
         if lora:
-            reference, model = _with_lora(reference, lora), _with_lora(model, lora)
+            reference, model = (training.with_lora(one, target_modules=lora) for one in (reference, model))
         if checkpoint is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
             model.enable_input_require_grads()
@@ -191,13 +185,10 @@ def _sharded(rank: int, world: int, kind: str, how: str) -> float:
     if how.startswith("zero"):
         got = _zero(int(how[-1]), model, part, weights[here])
     else:
-        from torch.distributed.fsdp import fully_shard
-
         late = how.endswith("late")
         if not late:
             deepspeed_cad.apply(model, training.BLOCK)
-        for layer in (*model.model.layers, model):
-            fully_shard(layer)
+        fsdp2(model)
         if late:
             deepspeed_cad.apply(model, training.BLOCK)
         (model(**part, use_cache=False).logits[0] * weights[here]).sum().backward()
@@ -287,11 +278,9 @@ def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
 def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> str:
     model = deepspeed_cad.apply(family("lfm2", torch.float32), block)
     model(**_part([160, 20, 20, 120], rank, trainers)[0], use_cache=False).logits.sum().backward()
-    try:
+    with pytest.raises(CADUnsupportedError) as error:
         model(**_part(STREAM, rank, trainers)[0], use_cache=False)
-    except CADUnsupportedError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 def test_servers_are_refused(workers: WorkerPool) -> None:
@@ -309,12 +298,10 @@ def _refused(rank: int, world: int, what: str) -> str:
         types = ["linear_attention", "full_attention"]
         types = types[::-1] if what == "differs" and rank else types
         model = tiny_model("qwen3_5_text", torch.float32, layer_types=types, num_hidden_layers=2).train()
-        try:
+        with pytest.raises(CADError) as error:
             deepspeed_cad.apply(model, training.BLOCK)
             model(**_part(STREAM, rank, world)[0], use_cache=False)
-        except CADError as error:
-            return str(error)
-    return ""
+    return str(error.value)
 
 
 REFUSED = {

@@ -51,9 +51,7 @@ def _keys_kept() -> int:
 
 
 def _record(rank: int, world: int, checkpoint: bool) -> list[str]:
-    model = _apply(training.tiny_llama(num_hidden_layers=LAYERS))
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = training.checkpointed(_apply(training.tiny_llama(num_hidden_layers=LAYERS)), checkpoint)
     events: list[str] = []
     _note(deepspeed_cad.current_session().transport, events)
     loss = training.loss_sum(model, training.pack(training.documents(LENGTHS[0][rank], seed=rank)))

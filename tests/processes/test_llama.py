@@ -18,9 +18,7 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
     reference, model = training.tiny_llama(), training.tiny_llama()
     for _ in range(2):
         deepspeed_cad.apply(model, training.BLOCK | block)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    model.train()
+    training.checkpointed(model, checkpoint).train()
     for step in range(steps):
         own = training.documents(LENGTHS[world][(rank + step) % world], seed=100 * step + rank)
         training.step_as_alone(model, reference, own)

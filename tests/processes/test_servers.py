@@ -31,11 +31,9 @@ def _alternate(rank: int, trainers: int, block: dict[str, Any]) -> dict[str, Any
     for step in range(STEPS):
         training.step_as_alone(model, reference, training.documents(UNEVEN[rank], seed=100 * step + rank))
         loads.append(session.take_statistics("test").load)
-    known = session.learned.layer_times
-    linear = None if known is None else known.seconds(0)
     return {
         "loads": np.stack(loads).tolist(),
-        "linear": None if linear is None else linear.tolist(),
+        "linear": session.learned.layer_times.seconds(0).tolist(),
         "reason": session.find_binding(model).in_turn,
         "idle": session.statistics.servers_idle,
         # Forward and backward of both parts of every layer.
@@ -93,9 +91,7 @@ def _run(
 def _train(rank: int, trainers: int, block: dict[str, Any], checkpoint: bool) -> int:
     """Most bytes that landed at once, as statistics say it, of steps that are as each document alone."""
     reference, model = training.tiny_llama(), training.tiny_llama()
-    deepspeed_cad.apply(model, block).train()
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    training.checkpointed(deepspeed_cad.apply(model, block).train(), checkpoint)
     for step in range(2):
         training.step_as_alone(model, reference, training.documents(LENGTHS[(rank + step) % 3], seed=rank))
     return deepspeed_cad.current_session().statistics.landing_bytes

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import training
-from model_cases import FAMILIES, NEW, Family, tiny_model
+from model_cases import BY_KIND, NEW, Family, tiny_model
 from pool import WorkerPool
 from ports import free_port
 from served import play
 from test_pipeline_shares import SumOverShares
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import deepspeed_cad
@@ -27,17 +27,6 @@ from deepspeed_cad.errors import CADError
 WORLD, SHARES = 4, 2
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50]]
 BLOCK = {"granularity": 8, "tolerance": 0.02, "links": training.LINKS}
-
-
-def _plan(kv_heads: int) -> dict[str, Any]:
-    plan: dict[str, Any] = {
-        "self_attn.q_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(),
-        "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel(),
-        "self_attn.q_b_proj": ColwiseParallel(), "self_attn.kv_b_proj": ColwiseParallel(),
-    }  # fmt: skip
-    if kv_heads % SHARES == 0:
-        plan |= {"self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel()}
-    return plan
 
 
 def _divide(model: torch.nn.Module, tp: Any, kv_heads: int) -> None:
@@ -50,10 +39,15 @@ def _divide(model: torch.nn.Module, tp: Any, kv_heads: int) -> None:
 
         return hook
 
+    columns = ["mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"]
+    if kv_heads % SHARES == 0:
+        columns += ["self_attn.k_proj", "self_attn.v_proj"]
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {"mlp.down_proj": RowwiseParallel(), "self_attn.o_proj": RowwiseParallel()}
     for layer in model.model.layers:
         attention = layer.self_attn
         modules = dict(layer.named_modules())
-        parallelize_module(layer, tp, {name: style for name, style in _plan(kv_heads).items() if name in modules})
+        parallelize_module(layer, tp, {name: style for name, style in plan.items() if name in modules})
         for projection in (attention.k_proj, attention.v_proj) if kv_heads % SHARES else ():
             projection.register_forward_hook(share(projection.out_features))
         if hasattr(attention, "kv_a_proj_with_mqa"):
@@ -76,21 +70,15 @@ def _train(
     near = 1e-10 if family is None else family.tolerance
     _divide(model, mesh["tp"], kv_heads)
     deepspeed_cad.apply(model, BLOCK | block, mesh=mesh)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    model.train()
+    training.checkpointed(model, checkpoint).train()
     session = deepspeed_cad.current_session()
     replica = rank // shares
     for step in range(2):
         docs = training.documents(LENGTHS[(replica + step) % 2], seed=10 * step + replica)
-        loss = training.loss_sum(model, training.pack(docs))
-        loss.backward()
+        loss = training.forward_backward(model, training.pack(docs))
         expected, gradients = training.alone(reference, docs)
-        assert abs(float(loss.detach()) - expected) < 10 * near * max(1, expected)
-        for name, parameter in model.named_parameters():
-            grad, alone = parameter.grad, gradients[name]
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            assert (grad - alone).abs().max() < near * (1 + alone.abs().max()), name
+        assert abs(loss - expected) < 10 * near * max(1, expected)
+        training.assert_gradients(model, gradients, near)
         model.zero_grad()
     docs = training.documents(LENGTHS[replica], seed=replica)
     expected, _ = training.alone(reference, docs)
@@ -119,8 +107,7 @@ def test_parallelize_module(workers: WorkerPool, kv_heads: int, checkpoint: str 
 def test_windows_sinks_and_latent_attention(workers: WorkerPool, kind: str) -> None:
     if not NEW and kind == "deepseek_v3":
         pytest.skip("transformers 4 has no experts in fp64")
-    family = next(one for one in FAMILIES if one.kind == kind)
-    results = workers.run(_train, WORLD, 4, None, {"forward_only": "balanced"}, SHARES, family)
+    results = workers.run(_train, WORLD, 4, None, {"forward_only": "balanced"}, SHARES, BY_KIND[kind])
     assert results[0]["after"] < results[0]["before"] and all(one["sent"] for one in results)
 
 
@@ -180,8 +167,7 @@ def _refused(rank: int, world: int, heads: int, kv_heads: int, divided: int) -> 
     """Projections that ranks divide."""
     model = training.tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], _plan(divided))
+    _divide(model, mesh["tp"], divided)
     with pytest.raises(CADError) as error:
         deepspeed_cad.apply(model, BLOCK)
     return str(error.value)
@@ -203,10 +189,8 @@ def _fail(rank: int, world: int) -> None:
     collective of tensor parallelism."""
     mesh = init_device_mesh("cpu", (world // SHARES, SHARES), mesh_dim_names=("dp", "tp"))
     model = training.tiny_llama()
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], _plan(4))
-    deepspeed_cad.apply(model, BLOCK, mesh=mesh)
-    model.train()
+    _divide(model, mesh["tp"], 4)
+    deepspeed_cad.apply(model, BLOCK, mesh=mesh).train()
     for step in range(2):
         if rank == 3 and step:
             model.model.layers[0].register_forward_pre_hook(lambda module, args: 1 // 0)

@@ -1,6 +1,6 @@
 """Tensor parallelism of host frameworks beside CAD: what they train without it, they train with it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from engines import engine_config, import_deepspeed, train_engine
 from model_cases import VERSION
 from pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,13 +26,6 @@ import deepspeed_cad
 WORLD, SHARES = 4, 2
 OLD = pytest.mark.skipif(VERSION < (5, 24), reason="its from_pretrained does not load a model so on CPUs")
 LENGTHS = [[300, 20], [40, 30, 9, 1, 50], [100, 100]]
-
-
-def _rows(rank: int, count: int) -> Iterator[list[torch.Tensor]]:
-    """Of this rank's replica."""
-    replica = rank // SHARES
-    for step in range(count):
-        yield training.documents(LENGTHS[(replica + step) % len(LENGTHS)], seed=100 * step + replica)
 
 
 AUTOTP: list[tuple[str, dict[str, Any], str | None, dict[str, int]]] = [
@@ -50,7 +43,8 @@ def _train(cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None,
     """What the loop logged, and the first line of the session."""
     config = {**config, "tensor_parallel": {"autotp_size": SHARES}}
     more = config.pop("cad", {})
-    rows = _rows(rank, trainers.STEPS * config["gradient_accumulation_steps"])
+    count, replica = trainers.STEPS * config["gradient_accumulation_steps"], rank // SHARES
+    rows = (training.documents(LENGTHS[(replica + step) % 3], seed=100 * step + replica) for step in range(count))
     block = {"cad": training.BLOCK | {"granularity": 8} | more} if cad else {}
     found = train_engine(config | block, checkpoint, rows, trainers.step_entry, **changes)
     return found, deepspeed_cad.current_session().describe() if cad else ""
@@ -110,24 +104,19 @@ def _sequence_parallel(folder: str) -> torch.nn.Module:
 
 def _as_alone(rank: int, world: int, make: Callable[[str], torch.nn.Module], folder: str) -> dict[str, Any]:
     """Two steps of one model, whose mesh CAD reads from its parameters, against each document alone."""
-    model = make(folder)
-    deepspeed_cad.apply(model, training.BLOCK)
-    model.train()
+    model = deepspeed_cad.apply(make(folder), training.BLOCK).train()
     reference, replicas = training.tiny_llama(), world // SHARES
     for step in range(2):
         rows = [
             training.documents(LENGTHS[(replica + step) % len(LENGTHS)], seed=10 * step + replica)
             for replica in range(replicas)
         ]
-        loss = training.loss_sum(model, training.pack(rows[rank // SHARES]))
-        loss.backward()
+        loss = training.forward_backward(model, training.pack(rows[rank // SHARES]))
         found = [training.alone(reference, docs) for docs in rows]
         expected = found[rank // SHARES][0]
-        assert abs(float(loss.detach()) - expected) < 1e-9 * max(1, expected)
-        for name, parameter in model.named_parameters():
-            mean = sum(gradients[name] for _, gradients in found) / replicas
-            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            assert (grad - mean).abs().max() < 1e-10 * (1 + mean.abs().max()), name
+        assert abs(loss - expected) < 1e-9 * max(1, expected)
+        means = {name: sum(one[name] for _, one in found) / replicas for name in found[0][1]}
+        training.assert_gradients(model, means)
         model.zero_grad()
     return training.figures() | {"line": deepspeed_cad.current_session().describe()}
 

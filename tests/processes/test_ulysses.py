@@ -58,9 +58,7 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward
     _register(model)  # from here on "sdpa" is Ulysses in this process
     mesh = init_device_mesh("cpu", (world // PIECES, PIECES), mesh_dim_names=("dp", "sp"))
     deepspeed_cad.apply(model, BLOCK | {"granularity": 8, "forward_only": forward_only}, mesh=mesh)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    model.train()
+    training.checkpointed(model, checkpoint).train()
     for rows, found in zip(steps, alone):
         loss = _loss_sum(model, _piece(rows[rank // PIECES], rank))
         loss.backward()
