@@ -27,9 +27,7 @@ COLLECTIVES = ("all_gather", "all_to_all_single", "all_reduce", "broadcast")
 
 def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -> dict[str, int]:
     model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "overlap": overlap})
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    training.checkpointed(model, checkpoint).train()
     reference = training.tiny_llama()
     batches: Any = [training.pack(_documents(rank, step)) for step in range(4)]
     session, feed = deepspeed_cad.current_session(), find_binding(model).feed
@@ -43,8 +41,7 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
         if ahead:
             session.worker.run(lambda: None)  # what was announced is planned
         with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in COLLECTIVES}):
-            loss = training.loss_sum(model, batch)
-            loss.backward()
+            loss = training.forward_backward(model, batch)
             counts = {name: getattr(dist, name).call_count for name in COLLECTIVES}
         session.worker.run(lambda: None)
         if step == 2:
@@ -52,7 +49,7 @@ def _count(rank: int, world: int, overlap: str, checkpoint: bool, ahead: bool) -
             exchanges = session.transport.exchanges - before
             counted = {**counts, "exchange": exchanges, "all_gather": counts["all_gather"] - exchanges}
         expected, _ = training.alone(reference, _documents(rank, step))
-        assert abs(float(loss.detach()) - expected) < 1e-8
+        assert abs(loss - expected) < 1e-8
     return {name: count for name, count in counted.items() if count}
 
 
@@ -60,17 +57,16 @@ FIELDS = 3 + 1 + 4 + 3
 """Q, K, V and O in the forward of a layer; Q, K, V, dO and their gradients in its backward. One collective each."""
 
 
-@pytest.mark.parametrize(("overlap", "parts", "checkpoint"), [("none", 1, False), ("interleave", 2, True)])
-def test_collectives_of_a_step(workers: WorkerPool, overlap: str, parts: int, checkpoint: bool) -> None:
-    """Three small gathers, and four exchanges per layer and nano-batch, of FIELDS in all; nothing else."""
-    for counted in workers.run(_count, 2, overlap, checkpoint, False):
-        assert counted == {"all_gather": 3, "exchange": 2 * parts * 4, "all_to_all_single": 2 * parts * FIELDS}
-
-
-def test_a_loader_is_read_ahead(workers: WorkerPool) -> None:
-    """With look-ahead the forward finds its plan made: nothing is gathered in a step."""
-    for counted in workers.run(_count, 2, "interleave", False, True):
-        assert counted == {"exchange": 2 * 2 * 4, "all_to_all_single": 2 * 2 * FIELDS}
+@pytest.mark.parametrize(
+    ("ahead", "overlap", "parts", "checkpoint"),
+    [(False, "none", 1, False), (False, "interleave", 2, True), (True, "interleave", 2, False)],
+)
+def test_collectives_of_a_step(workers: WorkerPool, ahead: bool, overlap: str, parts: int, checkpoint: bool) -> None:
+    """Four exchanges per layer and nano-batch, of FIELDS in all, and three small gathers; nothing else. With look-ahead
+    the forward finds its plan made: nothing is gathered in a step."""
+    for counted in workers.run(_count, 2, overlap, checkpoint, ahead):
+        exchanged = {"exchange": 2 * parts * 4, "all_to_all_single": 2 * parts * FIELDS}
+        assert counted == exchanged | ({} if ahead else {"all_gather": 3})
 
 
 class _Counts(list[Any]):
@@ -98,9 +94,8 @@ def _passes_over(rank: int, world: int, first: int, drawn: int, ahead: int) -> N
         batch = waiting.pop(0)
         if step == (2 if ahead else 4) and drawn > 1:  # nothing drawn later shows that this one is skipped
             continue
-        loss = training.loss_sum(model, batch)
-        loss.backward()
-        assert abs(float(loss.detach()) - training.alone(training.tiny_llama(), documents[step])[0]) < 1e-8
+        expected, _ = training.alone(training.tiny_llama(), documents[step])
+        assert abs(training.forward_backward(model, batch) - expected) < 1e-8
     assert session.statistics.micro_batches == 6 - first - (drawn > 1)
     for batch in session.look_ahead(rows, model):  # left, and the next is one that no loader announced
         training.loss_sum(model, batch).backward()
@@ -154,9 +149,8 @@ def _draws_ahead(rank: int, world: int) -> None:
     for pair in chain((one for _ in range(3) for one in zip(loader, documents)), [None]):
         held, trained = pair, held
         if trained is not None:
-            loss = training.loss_sum(model, trained[0])
-            loss.backward()
-            assert abs(float(loss.detach()) - training.alone(training.tiny_llama(), trained[1])[0]) < 1e-8
+            expected, _ = training.alone(training.tiny_llama(), trained[1])
+            assert abs(training.forward_backward(model, trained[0]) - expected) < 1e-8
 
 
 def test_a_loop_may_draw_ahead_over_epochs(workers: WorkerPool) -> None:

@@ -40,22 +40,16 @@ def _build(family: Family, checkpoint: str | None) -> PreTrainedModel:
     for module in model.modules():
         if family.still and any(part in type(module).__name__ for part in family.still.split(",")):
             module.eval()
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    return model
+    return training.checkpointed(model, checkpoint)
 
 
-def _train(rank: int, world: int, family: Family, overlap: str, checkpoint: str | None = None) -> dict[str, Any]:
+def _train(rank: int, world: int, family: Family, overlap: str, checkpoint: str | None) -> dict[str, Any]:
     reference = _build(family, None)
     model = deepspeed_cad.apply(_build(family, checkpoint), training.BLOCK | {"overlap": overlap})
     docs = [doc + 3 for doc in training.documents(LENGTHS[rank], seed=rank)]
     alone = [{"input_ids": doc[None], "position_ids": torch.arange(len(doc))[None]} for doc in docs]
     given = {name: torch.cat([one[name] for one in alone], 1) for name in alone[0]}
     return training.as_alone(model, reference, given, alone, forwards=2) | training.figures()
-
-
-def _check(found: list[dict[str, Any]], family: Family) -> None:
-    training.assert_moved(found, family.tolerance if _dtype(family) is torch.float64 else 1e-4)
 
 
 INTERLEAVED = (
@@ -73,21 +67,22 @@ ALONE = (
 def _often(family: Family) -> Any:
     """With the fast tests, with all, or with the long ones."""
     marks = pytest.mark.slow if family.kind in INTERLEAVED + ALONE else pytest.mark.long
-    return pytest.param(family, id=family.kind, marks=() if family.fast else marks)
+    return pytest.param(family, "local_first", None, id=family.kind, marks=() if family.fast else marks)
 
 
-@pytest.mark.parametrize("family", map(_often, FAMILIES))
-def test_family(workers: WorkerPool, family: Family) -> None:
-    _need(family)
-    _check(workers.run(_train, 2, family, "local_first"), family)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.kind in INTERLEAVED], ids=lambda family: family.kind)
-def test_family_interleaved(workers: WorkerPool, family: Family) -> None:
+def _interleaved(family: Family) -> Any:
     """Nano-batches that alternate over the decoder; the decoder's output is joined."""
+    return pytest.param(family, "interleave", "plain", id=f"{family.kind}, interleaved", marks=pytest.mark.long)
+
+
+TRAINED = [*map(_often, FAMILIES), *(_interleaved(family) for family in FAMILIES if family.kind in INTERLEAVED)]
+
+
+@pytest.mark.parametrize(("family", "overlap", "checkpoint"), TRAINED)
+def test_family(workers: WorkerPool, family: Family, overlap: str, checkpoint: str | None) -> None:
     _need(family)
-    _check(workers.run(_train, 2, family, "interleave", "plain"), family)
+    found = workers.run(_train, 2, family, overlap, checkpoint)
+    training.assert_moved(found, family.tolerance if _dtype(family) is torch.float64 else 1e-4)
 
 
 def test_table_is_what_is_tested() -> None:

@@ -184,9 +184,7 @@ DOCUMENTS = [[(150, 2, 1), (3, 0, 0), (39, 1, 0)], [(20, 0, 0), (40, 0, 0), (1, 
 
 
 def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpoint: bool) -> dict[str, Any]:
-    reference, model = tiny_seeing(case), tiny_seeing(case)
-    if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    reference, model = tiny_seeing(case), training.checkpointed(tiny_seeing(case), checkpoint)
     deepspeed_cad.apply(model, training.BLOCK | {"overlap": overlap})
     drawn = enumerate(DOCUMENTS[rank % 2], 10 * rank)
     of_rank = [make_document(case, reference, number, *what) for number, what in drawn]
@@ -198,20 +196,9 @@ def _train(rank: int, world: int, case: Seeing, form: str, overlap: str, checkpo
     return found | training.figures()
 
 
-def _often(case: Seeing) -> Any:
-    return pytest.param(case, id=case.kind, marks=() if case.fast else pytest.mark.slow)
-
-
-def _need(case: Seeing) -> None:
-    if not known_kind(case.kind) or not NEW:
-        pytest.skip("this version of transformers has another interface to models that see")
-
-
-@pytest.mark.parametrize("case", [_often(case) for case in MODELS])
-def test_images_in_some_documents(workers: WorkerPool, case: Seeing) -> None:
+def _packed(case: Seeing) -> Any:
     """As ms-swift packs: positions of text, before those of the other axes where there are any."""
-    _need(case)
-    training.assert_moved(workers.run(_train, 2, case, "text", "local_first", False), case.tolerance)
+    return pytest.param(case, "text", "local_first", False, id=case.kind, marks=() if case.fast else pytest.mark.slow)
 
 
 OF_AXES = next(case for case in MODELS if case.kind == "qwen2_5_vl")
@@ -219,12 +206,16 @@ DEEPSTACK = next(case for case in MODELS if case.kind == "qwen3_vl")
 
 
 @pytest.mark.parametrize("case, form, overlap, checkpoint", [
-    (OF_AXES, "numbers", "local_first", True), (OF_AXES, "lengths", "local_first", False),
-    (OF_AXES, "text", "interleave", True), (DEEPSTACK, "text", "interleave", False),
-], ids=["numbers", "lengths", "interleave", "deepstack"])  # fmt: skip
-def test_other_ways(workers: WorkerPool, case: Seeing, form: str, overlap: str, checkpoint: bool) -> None:
-    """As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches."""
-    _need(case)
+    *map(_packed, MODELS),
+    # As LLaMA-Factory packs (a mask that numbers documents), by cumulative lengths, and nano-batches.
+    pytest.param(OF_AXES, "numbers", "local_first", True, id="numbers"),
+    pytest.param(OF_AXES, "lengths", "local_first", False, id="lengths"),
+    pytest.param(OF_AXES, "text", "interleave", True, id="interleave"),
+    pytest.param(DEEPSTACK, "text", "interleave", False, id="deepstack"),
+])  # fmt: skip
+def test_images_in_some_documents(workers: WorkerPool, case: Seeing, form: str, overlap: str, checkpoint: bool) -> None:
+    if not known_kind(case.kind) or not NEW:
+        pytest.skip("this version of transformers has another interface to models that see")
     training.assert_moved(workers.run(_train, 2, case, form, overlap, checkpoint), case.tolerance)
 
 
