@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import printed_losses
+from scripts import ROOT, printed_losses
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import demo  # noqa: E402
-import packing  # noqa: E402
+import demo
+import packing
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 import trainers
 from forked import launch
-from scripts import printed_losses
+from scripts import ROOT, printed_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(
     {
         command

@@ -164,7 +164,6 @@ def _compare(rank: int, world: int, name: str) -> tuple[float, float, tuple[int,
     losses, weights = _alone(rank)
     found, trained = WAYS[name](rank, {**training.BLOCK, "keep": "host"})
     session = deepspeed_cad.current_session()
-    assert session is not None and session.parking is not None
     counts, statistics = session.counts, session.statistics
     assert statistics.imbalance_before > 1.2 and statistics.imbalance < 1.05
     assert session.parking.host_bytes > 0

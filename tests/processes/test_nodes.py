@@ -12,9 +12,8 @@ from cluster_commands import put_into
 from forked import launch
 from namespaces import Hosts, open_hosts
 from ports import free_port
-from scripts import printed_losses
+from scripts import ROOT, printed_losses
 
-ROOT = Path(__file__).resolve().parents[2]
 NODES = ROOT / "examples" / "nodes"
 SCRIPT = ["--tiny", "--steps", "3"]
 ALL_PROCESSES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

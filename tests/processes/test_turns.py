@@ -47,16 +47,11 @@ def _rollouts(rank: int, world: int) -> list[list[torch.Tensor]]:
     return mine
 
 
-def _of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Per token: values, or log-probabilities of the next token; [1, T, V] and [1, T] to [T]."""
-    if logits.shape[-1] == 1:
-        return logits[0, :, 0]
-    return logits[0].log_softmax(-1).gather(-1, ids[0].roll(-1)[:, None])[:, 0]
-
-
 def _run(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    ids = batch["input_ids"]
-    return _of(model(input_ids=ids, position_ids=batch["position_ids"]).logits, ids)
+    """Of each token: its value, or the log-probability of the next token."""
+    ids = batch["input_ids"][0]
+    logits = model(input_ids=ids[None], position_ids=batch["position_ids"]).logits[0]
+    return logits[:, 0] if logits.shape[1] == 1 else logits.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[:, 0]
 
 
 def _alone(model: torch.nn.Module, docs: list[torch.Tensor]) -> torch.Tensor:

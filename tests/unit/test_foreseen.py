@@ -3,13 +3,11 @@
 import re
 import shlex
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import load_script
+from scripts import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MODULE = load_script("benchmarks/foreseen.py")
 FILES = sorted(path.relative_to(RESULTS).as_posix() for kind in MODULE.KINDS for path in RESULTS.glob(f"*/{kind}"))

@@ -279,15 +279,15 @@ class Toy(nn.Module):
 
 def test_arguments_with_tokens_are_refused() -> None:
     """CAD would not cut them at borders; others, such as num_items_in_batch of the Trainer, pass."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
     toy = Toy()
-    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(_raise)})()
+    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(fail)})()
     hidden = torch.ones(1, 7, 8, dtype=torch.float64)
     with pytest.raises(CADUnsupportedError, match="Toy of layer . gets more, which CAD cannot cut"):
         _run(toy, toy.forward, inside, (hidden,), {"more": [torch.ones(1, 7)]})
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def test_blind_probe_trusts_nothing() -> None:
