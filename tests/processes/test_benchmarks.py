@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import training
 from forked import launch
-
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT
 
 CAD = json.dumps({"granularity": 16, "links": training.LINKS})
 """Where something must move, however slow a busy machine finds its links."""

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 
 import long_memory  # noqa: E402

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import ctypes, logging, sys, threading, time
 from datetime import timedelta

@@ -2,18 +2,16 @@
 
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import training
+from scripts import ROOT
 
 import deepspeed_cad
 from deepspeed_cad.cli import doctor
 from deepspeed_cad.errors import CADUnsupportedError
 from deepspeed_cad.version import OLDEST, is_too_old, refuse_old_packages
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("version, old", [
