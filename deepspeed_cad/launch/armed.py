@@ -124,8 +124,7 @@ def after_import(module: ModuleType) -> None:
 def farewell(reason: str) -> None:
     """This process ends: tell whoever waits for it, if they were not told; `reason` is empty where it ends well."""
     module = sys.modules.get("deepspeed_cad.session")
-    session = module.current_session() if module is not None else None
-    if session is not None:
+    if module is not None and (session := module.current_session()) is not None:
         module.say_goodbye(session, reason)
     elif (role := published()) is not None:
         from deepspeed_cad.server.meeting import Rendezvous

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -239,3 +240,13 @@ def test_a_closed_session_stops_its_model_and_leaves_room_for_another() -> None:
     other, _ = bound()
     assert deepspeed_cad.current_session() is not session
     other(**batch()).logits.sum().backward()
+
+
+def test_a_reference_is_bound_once_and_where_its_class_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, reference = (training.tiny_llama().model for _ in range(2))
+    session = SimpleNamespace(decoders=WeakSet([trained]))
+    monkeypatch.setattr(forward_only, "current_session", lambda: session)
+    bind = Mock(side_effect=CADUnsupportedError("it keeps its attention"))
+    for decoder in (reference, reference, trained, torch.nn.Linear(1, 1)):
+        forward_only._look(decoder, bind)
+    bind.assert_called_once_with(reference, session)
