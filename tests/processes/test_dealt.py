@@ -314,23 +314,18 @@ def test_documents_that_nobody_deals_out_for_want_of_a_loader_are_said_to_stay()
 
 
 def test_a_router_loss_and_shared_micro_batches_stay() -> None:
-    model, feed = torch.nn.Linear(2, 2), _feed("deal")
-    model.config = SimpleNamespace(output_router_logits=True)
-    settle(feed, model)
-    assert not feed.deals and "output_router_logits" in feed.stays
+    adapters = {"default": SimpleNamespace(), "a": SimpleNamespace(alora_invocation_tokens=[3])}
+    for model, changes, words in (
+        (torch.nn.Linear(2, 2), {"config": SimpleNamespace(output_router_logits=True)}, "output_router_logits"),
+        (torch.nn.Linear(2, 2), {"config": SimpleNamespace(z_loss_coefficient=0.1)}, "z_loss_coefficient"),
+        (torch.nn.Linear(2, 2), {"peft_config": adapters}, "alora_invocation_tokens"),
+        (torch.nn.Linear(2, 2), {"config": SimpleNamespace(rope_parameters={"rope_type": "longrope"})}, '"longrope"'),
+        (torch.nn.Sequential(training.deepspeed_experts()), {}, "DeepSpeed's mixture of experts"),
+    ):
+        vars(model).update(changes)
+        settle(feed := _feed("deal"), model)
+        assert not feed.deals and words in feed.stays
     assert "router" in str(read_fields({"input_ids": torch.ones(1, 1), "output_router_logits": True}, None))  # type: ignore[arg-type]
-    model.config = SimpleNamespace(z_loss_coefficient=0.1)
-    settle(feed, model)
-    assert not feed.deals and "z_loss_coefficient" in feed.stays
-    model.peft_config = {"default": SimpleNamespace(), "a": SimpleNamespace(alora_invocation_tokens=[3])}
-    settle(feed, model)
-    assert not feed.deals and "alora_invocation_tokens" in feed.stays
-    del model.peft_config
-    model.config = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
-    settle(feed, model)
-    assert not feed.deals and '"longrope"' in feed.stays
-    settle(feed, torch.nn.Sequential(training.deepspeed_experts()))
-    assert not feed.deals and "DeepSpeed's mixture of experts" in feed.stays
     feed = _feed("auto")
     feed.shares = Shares.of([Replica((0, 1)), Replica((0, 1)), Replica((2, 3)), Replica((2, 3))], 0)
     settle(feed, torch.nn.Linear(2, 2))
