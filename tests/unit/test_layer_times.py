@@ -1,6 +1,6 @@
 """Layers: what of them is timed, what all trainers learn of it, and what plans make of that."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.plan import SETTLED, Learned
+from deepspeed_cad.ahead.plan import SETTLED, Learned, Plans
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.waits import Waits
@@ -47,8 +47,7 @@ def test_a_stretch_lies_between_the_attentions_of_two_neighbouring_layers(monkey
     clock.now += 0.05
     attend(0, True, 1.1)
     attend(2, True, 9.0, load=0.0)  # of which nothing was planned
-    found = times.take()
-    assert found == pytest.approx((0.002, 0.005, 0.0, 4.0, 2.0 / (0.6 + 1.1))) and not any(times.take())
+    assert times.take() == pytest.approx((0.002, 0.005, 0.0, 4.0, 2.0 / (0.6 + 1.1))) and not any(times.take())
 
 
 def test_a_lap_has_what_was_waited_for_since_the_one_before() -> None:
@@ -153,51 +152,58 @@ def test_where_gpus_wait_for_their_hosts_all_trainers_count_as_equally_fast() ->
         assert all(one.seconds(0) == pytest.approx(found) for one in everyone)
 
 
+@pytest.fixture
+def plans() -> Iterator[Plans]:
+    """Of two trainers, who hear of each other's layers what the test tells them; attention costs pairs at first."""
+    with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
+        session.plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
+        session.plans.crew = Crew(2, None, None, None)
+        session.plans.learned = Learned(layer_times=LayerTimes(2, lambda model: Measured(), lambda: False))
+        yield session.plans
+
+
+IN_SECONDS = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
+
+
 @pytest.mark.parametrize(("waited", "pace", "moves"), [(0, 1e-6, True), (1000, 1e-6, False), (1000, 1e-9, True)])
 def test_where_hosts_set_the_pace_only_uneven_layers_are_made_even(
-    waited: int, pace: float, moves: bool, caplog: pytest.LogCaptureFixture
+    waited: int, pace: float, moves: bool, plans: Plans, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of 6000 tokens; attention takes 36 and 18 microseconds."""
-    with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
-        caplog.set_level("INFO", "deepspeed_cad")
-        plans, learned = session.plans, LayerTimes(2, lambda model: Measured(), lambda: False)
-        plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
-        plans.crew, plans.learned = Crew(2, None, None, None), Learned(layer_times=learned)
-        learned.hear(0, np.array([[0, pace * 5e11, pace * 5e11, waited, 0, 0]] * 2, np.int64))
-        announced = [Announcement(segments_from_cumulative(cut, 6000)) for cut in ([0, 6000], [0, 3000, 6000])]
+    caplog.set_level("INFO", "deepspeed_cad")
+    learned = plans.learned.layer_times
+    learned.hear(0, np.array([[0, pace * 5e11, pace * 5e11, waited, 0, 0]] * 2, np.int64))
+    announced = [Announcement(segments_from_cumulative(cut, 6000)) for cut in ([0, 6000], [0, 3000, 6000])]
+    plans.open(announced, {KEY: 1})
+    assert not caplog.text, "pairs cannot be compared with seconds"
+    plans.cost = IN_SECONDS
+    known = plans.open(announced, {KEY: 1})
+    one = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
+    assert plans.step_costs(one, {KEY: 3}, 0).each == pytest.approx([3 * pace] * 2), "of both passes"
+    learned.hear(0, np.array([[0, 1e6, 1e6, waited, 0, 0], [0, 2e7, 2e7, waited, 0, 0]], np.int64))
+    for plans.turn, said in ((SETTLED - 1, 0), (SETTLED, not waited), (SETTLED, not waited)):
         plans.open(announced, {KEY: 1})
-        assert not caplog.text, "pairs cannot be compared with seconds"
-        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
-        known = plans.open(announced, {KEY: 1})
-        one = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
-        assert plans.step_costs(one, {KEY: 3}, 0).each == pytest.approx([3 * pace] * 2), "of both passes"
-        learned.hear(0, np.array([[0, 1e6, 1e6, waited, 0, 0], [0, 2e7, 2e7, waited, 0, 0]], np.int64))
-        for plans.turn, said in ((SETTLED - 1, 0), (SETTLED, not waited), (SETTLED, not waited)):
-            plans.open(announced, {KEY: 1})
-            assert caplog.text.count("rank 1 takes far longer than most outside attention") == said
+        assert caplog.text.count("rank 1 takes far longer than most outside attention") == said
     plan = known.planned[KEY, 0].plan
     assert ("GPUs wait for their hosts" in caplog.text) == bool(waited)
     assert plan.load_before == pytest.approx([3.6e-5, 1.8e-5], rel=1e-3)
     assert plan.load == pytest.approx([2.7e-5] * 2 if moves else plan.load_before, rel=0.06)
 
 
-def test_in_place_a_slow_rank_gets_less_attention() -> None:
+def test_in_place_a_slow_rank_gets_less_attention(plans: Plans) -> None:
     """Ranks of equal documents, of which the second attends at half the speed."""
-    with closing(Session(CADConfig.from_dict({"granularity": 64}), torch.device("cpu"))) as session:
-        plans, learned = session.plans, LayerTimes(2, lambda model: Measured(), lambda: False)
-        plans.gatherer.agree = lambda value, subject: None  # type: ignore[method-assign]
-        plans.crew, plans.learned = Crew(2), Learned(layer_times=learned)
-        for _ in range(30):
-            learned.hear(0, np.array([[0, 0, 0, 0, 9, 1e6], [0, 0, 0, 0, 9, 5e5]], np.int64))
-        announced = [Announcement(segments_from_cumulative([0, 6000], 6000))] * 2
-        assert plans.open(announced, {KEY: 1}).speeds is None, "pairs are no seconds"
-        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-12),), unit="seconds")
-        opened, speeds = plans.open(announced, {KEY: 1}), learned.speeds(0)
-        step = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
-        dealt = plans.step_costs(step, {}, 0).speed  # type: ignore[arg-type]
-        assert opened.speeds.tolist() == speeds.tolist() == dealt.tolist()
-        plans.crew = Crew(2, servers=Servers(1, 1))
-        assert plans.learned_speeds(0) is None, "servers tell nobody how long they attend"
+    learned = plans.learned.layer_times
+    for _ in range(30):
+        learned.hear(0, np.array([[0, 0, 0, 0, 9, 1e6], [0, 0, 0, 0, 9, 5e5]], np.int64))
+    announced = [Announcement(segments_from_cumulative([0, 6000], 6000))] * 2
+    assert plans.open(announced, {KEY: 1}).speeds is None, "pairs are no seconds"
+    plans.cost = IN_SECONDS
+    opened, speeds = plans.open(announced, {KEY: 1}), learned.speeds(0)
+    step = SimpleNamespace(step=SimpleNamespace(length=[9]), of=[0], begin=np.zeros(1), end=np.full(1, 9))
+    dealt = plans.step_costs(step, {}, 0).speed  # type: ignore[arg-type]
+    assert opened.speeds.tolist() == speeds.tolist() == dealt.tolist()
+    plans.crew = Crew(2, servers=Servers(1, 1))
+    assert plans.learned_speeds(0) is None, "servers tell nobody how long they attend"
     assert speeds == pytest.approx([0.975, 0.525], rel=1e-2)
     assert opened.planned[KEY, 0].plan.load == pytest.approx([4.8e-5] * 2, rel=0.05)
 
@@ -211,22 +217,19 @@ def test_deterministic_algorithms_on_any_trainer_mean_equal_shares() -> None:
 @pytest.mark.parametrize("speeds", [None, [1.0, 0.5, 2.0]])
 @pytest.mark.parametrize("linear", [None, [3e-6, 2e-6]])
 def test_the_cut_knows_servers_layers_and_the_slowest_trainer(
-    linear: list[float] | None, speeds: list[float] | None
+    linear: list[float] | None, speeds: list[float] | None, plans: Plans
 ) -> None:
     """For 2 trainers and 1 server, a nanosecond per pair."""
-    with closing(Session(CADConfig(), torch.device("cpu"))) as session:
-        plans, speed = session.plans, np.array(speeds or [1.0] * 3)
-        plans.config = CADConfig.from_dict({"granularity": 64, "servers": {"reserved": 1}})
-        plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds")
-        plans.turn, compared = 7, list[int]()
-        plans.gatherer.agree = lambda value, subject: compared.append(subject.index)  # type: ignore[method-assign]
-        plans._speeds_at_start = speed if speeds else None
-        plans.crew = Crew(2, None, None, plans._speeds_at_start, Servers(1, 1))
-        learned = LayerTimes(2, lambda model: Measured(), lambda: False)
-        learned.hear(0, np.array([[0, round(one * 1e12), one > 0, 0, 0, 0] for one in linear or [0, 0]], np.int64))
-        plans.learned = Learned(layer_times=learned)
-        known = plans.open([Announcement(segments_from_cumulative([0, 6000], 6000)) for _ in range(2)], {KEY: 1})
-        kinds = [PlanLayers(plans.cost.cost_for(SHAPE), None, 2)]
+    speed, compared, plans.turn = np.array(speeds or [1.0] * 3), list[int](), 7
+    plans.config = CADConfig.from_dict({"granularity": 64, "servers": {"reserved": 1}})
+    plans.cost = Profile("test", "test", (ShapeCost(SHAPE, pair=1e-9),), unit="seconds")
+    plans.gatherer.agree = lambda value, subject: compared.append(subject.index)  # type: ignore[method-assign]
+    plans._speeds_at_start = speed if speeds else None
+    plans.crew = Crew(2, None, None, plans._speeds_at_start, Servers(1, 1))
+    heard = [[0, round(one * 1e12), one > 0, 0, 0, 0] for one in linear or [0, 0]]
+    plans.learned.layer_times.hear(0, np.array(heard, np.int64))
+    known = plans.open([Announcement(segments_from_cumulative([0, 6000], 6000)) for _ in range(2)], {KEY: 1})
+    kinds = [PlanLayers(plans.cost.cost_for(SHAPE), None, 2)]
     layout = known.layout
     assert layout.ranks == 3 and len(known.ticks) == 2 and compared == [7]
     slowest, helpers = linear and max(linear), speed[:2].sum()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from test_roll_call import on_ranks
 
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, CADUnsupportedError, ServerLostError
@@ -57,9 +58,7 @@ def _all(place: str, say: Callable[[Split, Hello], Hello], timeout_s: float = 20
         meeting.claim()
         return meeting.meet(say(role, Hello.of(role, CONFIG)))
 
-    with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(meet, rank) for rank in range(ranks)]
-        return [future.exception() or future.result() for future in futures]
+    return on_ranks(meet, ranks)
 
 
 def test_all_read_what_all_say(place: str) -> None:
