@@ -54,16 +54,25 @@ def test_refused_values_name_key_value_and_what_is_allowed(key: str, value: obje
     assert f'key "{key}" is {json.dumps(value)}; allowed: ' in message and says in message and "(default " in message
 
 
+CONTINUE = {"on_server_failure": "continue", "servers": {"reserved": 1}}
+
+
 @pytest.mark.parametrize("block, says", [
-    ({"tolerence": 1}, 'unknown key "tolerence"; did you mean "tolerance"? Known keys: enabled, servers, '),
+    ({"tolerence": 1}, r'unknown key "tolerence"; did you mean "tolerance"\? Known keys: enabled, servers, '),
     ({"zzz": 1}, 'unknown key "zzz"; Known keys: '),
     ("auto", '"cad" is "auto"; expected an object'),
     (None, '"cad" is null; expected an object'),
+    # Keys that exclude each other.
+    ({"on_server_failure": "continue"}, 'key "on_server_failure" is .*every rank trains'),
+    ({**CONTINUE, "transport": "mixed"}, 'key "transport" is .*cannot go on without a rank'),
+    ({**CONTINUE, "recompute_attention": True}, 'key "recompute_attention" is .*other servers'),
+    ({**CONTINUE, "keep": "host"}, 'key "keep" is .*may run again'),
+    ({"keep": "host", "recompute_attention": True}, 'key "keep" is .*keeps nothing'),
+    ({"documents": "deal", "look_ahead": 0}, 'key "look_ahead" is .*before its first forward'),
 ])  # fmt: skip
-def test_blocks_that_cannot_be_read(block: object, says: str) -> None:
-    with pytest.raises(CADConfigError) as caught:
+def test_blocks_that_are_refused(block: object, says: str) -> None:
+    with pytest.raises(CADConfigError, match=says):
         CADConfig.from_dict(block)
-    assert says in str(caught.value)
 
 
 def test_load(tmp_path) -> None:
@@ -86,19 +95,3 @@ def test_load(tmp_path) -> None:
 ])  # fmt: skip
 def test_what_auto_overlaps_with(block: dict, used: str) -> None:
     assert CADConfig.from_dict(block).overlap_used == used
-
-
-CONTINUE = {"on_server_failure": "continue", "servers": {"reserved": 1}}
-
-
-@pytest.mark.parametrize("block, key, says", [
-    ({"on_server_failure": "continue"}, "on_server_failure", "every rank trains"),
-    ({**CONTINUE, "transport": "mixed"}, "transport", "cannot go on without a rank"),
-    ({**CONTINUE, "recompute_attention": True}, "recompute_attention", "other servers"),
-    ({**CONTINUE, "keep": "host"}, "keep", "may run again"),
-    ({"keep": "host", "recompute_attention": True}, "keep", "keeps nothing"),
-    ({"documents": "deal", "look_ahead": 0}, "look_ahead", "before its first forward"),
-])  # fmt: skip
-def test_keys_that_exclude_each_other(block: dict, key: str, says: str) -> None:
-    with pytest.raises(CADConfigError, match=f'key "{key}" is .*{says}'):
-        CADConfig.from_dict(block)
