@@ -5,7 +5,6 @@ does at the start of every Python.
 """
 
 import base64
-import json
 import os
 import subprocess
 import sys
@@ -31,8 +30,17 @@ class Accelerator:
         self.distributed_type = type("Kind", (str,), {"value": "MULTI_CPU" if cpu else "DEEPSPEED"})
         self.distributed_type = self.distributed_type(self.distributed_type.value)
 """
-JSON_READER = "class HfDeepSpeedConfig:\n    def __init__(self, config):\n        self.config = config\n"
-REPORT = "def main(hide_operator_status=False):\n    print('the report')\n    return 7\n"
+FILES = {
+    "deepspeed/__init__.py": DEEPSPEED,
+    "deepspeed/env_report.py": "def main(hide_operator_status=False):\n    print('the report')\n    return 7\n",
+    "accelerate/__init__.py": "from accelerate.accelerator import Accelerator\nimport accelerate.utils.deepspeed\n",
+    "accelerate/accelerator.py": ACCELERATOR,
+    "accelerate/utils/deepspeed.py": "class HfDeepSpeedConfig:\n def __init__(self, config):\n  self.config = config\n",
+    "torch.py": "STAND_IN = True\n",
+    "elsewhere/ds.json": '{"zero_optimization": {"stage": 2}, "cad": {"tolerance": 0.1}}',
+    "elsewhere/plain.json": "{}",
+}
+"""Stand-ins, and files beside the code that runs."""
 ENGINE = """
 import sys
 import types
@@ -47,17 +55,9 @@ FIND = "from _deepspeed_cad_waiter import AUTOLOAD, find_waiter\n"
 @pytest.fixture
 def python(tmp_path):
     """Runs code in a new Python that finds the stand-in and this checkout; gives what it printed."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text(DEEPSPEED)
-    (tmp_path / "deepspeed" / "env_report.py").write_text(REPORT)
-    (tmp_path / "accelerate" / "utils").mkdir(parents=True)
-    (tmp_path / "accelerate" / "__init__.py").write_text(
-        "from accelerate.accelerator import Accelerator\nimport accelerate.utils.deepspeed\n"
-    )
-    (tmp_path / "accelerate" / "utils" / "deepspeed.py").write_text(JSON_READER)
-    (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
-    (tmp_path / "torch.py").write_text("STAND_IN = True\n")
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
 
     def run(code: str, path: Path = tmp_path, **environment: str) -> str:
         env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **environment}
@@ -121,7 +121,6 @@ def test_a_broken_package_warns_and_deepspeed_still_imports(python) -> None:
     assert python(code) == "True True"
 
 
-BLOCK = '{"cad": {}}'
 UNREAD = {
     "no plugin": ("cpu=True", "", "fine"),
     "no block": ("cpu=True, deepspeed_plugin=plugin({})", "", "fine"),
@@ -134,8 +133,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize(("call", "file", "said"), UNREAD.values(), ids=UNREAD)
-def test_a_block_that_accelerate_would_leave_unread(python, tmp_path, call: str, file: str, said: str) -> None:
-    (tmp_path / "elsewhere" / "ds.json").write_text(BLOCK)
+def test_a_block_that_accelerate_would_leave_unread(python, call: str, file: str, said: str) -> None:
     code = ARM + (
         "import sys, types, accelerate\nours = types.ModuleType('deepspeed_cad.integrations.prepared')\n"
         "ours.refuse_accelerator = lambda accelerator: print('refused?')\nsys.modules[ours.__name__] = ours\n"
@@ -198,11 +196,7 @@ CALLS = {
 }  # fmt: skip
 
 
-def test_where_the_config_comes_from(python, tmp_path) -> None:
-    (tmp_path / "elsewhere" / "ds.json").write_text(
-        json.dumps({"zero_optimization": {"stage": 2}, "cad": {"tolerance": 0.1}})
-    )
-    (tmp_path / "elsewhere" / "plain.json").write_text("{}")
+def test_where_the_config_comes_from(python) -> None:
     lines = [f"print(deepspeed.initialize({call})[0])" for call, _ in CALLS.values()]
     lines += ["print(deepspeed.initialize(1, model=2, config={'cad': {'granularity': 64}}))"]
     code = ARM + ENGINE + "import types, pathlib, deepspeed\n" + "\n".join(lines)
