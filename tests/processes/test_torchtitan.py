@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from cases import document_attention
 from pool import WorkerPool
 
 import deepspeed_cad
@@ -75,9 +76,7 @@ def _attend(rank: int, world: int) -> dict[str, Any]:
         own, leaves = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
         layer(*own, attention_masks=SimpleNamespace(cu_seq_q=ends)).square().sum().backward()
         for begin, end in zip(ends.tolist(), ends.tolist()[1:]):
-            q, k, v = (x[:, begin:end].transpose(1, 2) for x in leaves)
-            seen = torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(1 - (layer.window or 128))
-            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            o = document_attention(*(x[0, begin:end] for x in leaves), 16**-0.5, layer.window)
             o.square().sum().backward()
         for one, other in zip(own, leaves):
             assert (one.grad - other.grad).abs().max() < 1e-10
