@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from deepspeed_cad.kernels.interface import Sequences
 from deepspeed_cad.layout import Layout, Tick
 
 RANK_LENGTHS: dict[str, list[list[int]]] = {
@@ -38,6 +39,13 @@ def random_tasks(tick: Tick, groups: int, rng: np.random.Generator, granularity:
                     server = home if rng.random() < 0.5 else rng.integers(0, tick.ranks)
                     tasks.append((document, low, high, g0, g1, server))
     return np.array(sorted(tasks), dtype=np.int64).reshape(-1, 6)
+
+
+def sequences_of(lengths: list[tuple[int, int]], device: str | torch.device = "cpu") -> Sequences:
+    """Sequences of so many query and key rows, one behind the other."""
+    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in lengths)]).astype(np.int32) for i in (0, 1))
+    cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
+    return Sequences(host_q, host_k, cu_q, cu_k, max(q for q, _ in lengths), max(k for _, k in lengths))
 
 
 def document_attention(

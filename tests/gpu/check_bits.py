@@ -10,13 +10,14 @@ import re
 
 import numpy as np
 import torch
+from cases import sequences_of
 from check_kernels import SHAPES as CHECKED
 from check_kernels import refusal
 from lines import Found, Lines, Place
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.cost import window_start
-from deepspeed_cad.kernels.interface import Kernel, MaskRule, Sequences
+from deepspeed_cad.kernels.interface import Kernel, MaskRule
 from deepspeed_cad.kernels.registry import KERNELS
 
 LENGTH, LENGTH_ON_CPU = 2900, 700
@@ -83,11 +84,8 @@ class Attend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: list[tuple[int, int, int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE of sequences (first and last query row, first and last key row) that lie one after the other."""
-        host_q = np.array([sequences[0][0], *(one[1] for one in sequences)], np.int32)
-        host_k = np.array([sequences[0][2], *(one[3] for one in sequences)], np.int32)
-        cu_q, cu_k = (torch.from_numpy(x).to(q.device) for x in (host_q, host_k))
-        longest = (int(np.diff(x).max()) for x in (host_q, host_k))
-        o, lse = self.kernel.forward(q, k, v, Sequences(host_q, host_k, cu_q, cu_k, *longest), self.rule)
+        lengths = [(int(last - first), int(end - begin)) for first, last, begin, end in sequences]
+        o, lse = self.kernel.forward(q, k, v, sequences_of(lengths, q.device), self.rule)
         if self.sinks_H is not None:
             sinks = self.sinks_H if len(self.sinks_H) == q.shape[1] else self.sinks_H.view(-1, q.shape[1])[0]
             o, lse = fold_sinks(o, lse, sinks)

@@ -5,6 +5,7 @@ from importlib import metadata
 
 import numpy as np
 import torch
+from cases import sequences_of
 from lines import Found, Lines, Place
 
 from deepspeed_cad.attention.serve import fold_sinks
@@ -90,17 +91,12 @@ def check(place: Place, kernel: Kernel, shape: dict) -> Found:
         return None, reason
     torch.manual_seed(0)
     rows = shape.get("rows", 333)
-    lengths = [(min(rows, queries), keys) for queries, keys in LENGTHS]
-    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in lengths)]).astype(np.int32) for i in (0, 1))
-    cu_q, cu_k = (torch.from_numpy(x).to(device) for x in (host_q, host_k))
-    sequences = Sequences(host_q, host_k, cu_q, cu_k, rows, 1500)
+    sequences = sequences_of([(min(rows, queries), keys) for queries, keys in LENGTHS], device)
+    q_rows, k_rows = int(sequences.host_q[-1]), int(sequences.host_k[-1])
     q, k, v, do = (
-        torch.randn(int(rows), count, size, device=device).to(dtype)
-        for rows, count, size in (
-            (host_q[-1], heads, head), (host_k[-1], groups, head),
-            (host_k[-1], groups, value), (host_q[-1], heads, value),
-        )
-    )  # fmt: skip
+        torch.randn(*size, device=device).to(dtype)
+        for size in ((q_rows, heads, head), (k_rows, groups, head), (k_rows, groups, value), (q_rows, heads, value))
+    )
     if shape.get("view"):
         q, k, v, do = q[:, 8:12], k[:, 2:3], v[:, 2:3], do[:, 8:12]
     if shape.get("landed"):

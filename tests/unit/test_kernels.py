@@ -6,10 +6,9 @@ from importlib import metadata
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from cases import document_attention
+from cases import document_attention, sequences_of
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.errors import CADUnsupportedError
@@ -20,12 +19,6 @@ from deepspeed_cad.kernels.registry import KERNELS, choose, names, try_all
 from deepspeed_cad.kernels.torch_math import TorchMath
 
 CPU = torch.device("cpu")
-
-
-def sequences_of(lengths: list[tuple[int, int]]) -> Sequences:
-    host_q, host_k = (np.cumsum([0, *(pair[i] for pair in lengths)]).astype(np.int32) for i in (0, 1))
-    cu_q, cu_k = (torch.from_numpy(x) for x in (host_q, host_k))
-    return Sequences(host_q, host_k, cu_q, cu_k, max(q for q, _ in lengths), max(k for _, k in lengths))
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, rule: MaskRule) -> torch.Tensor:
