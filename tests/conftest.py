@@ -11,13 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FUZZ_TIMEOUT_S", "100")  # beside whatever else this machine runs
 sys.path.insert(0, os.path.dirname(__file__))
-# Tests in unit/ take cases from there too.
-sys.path.append(os.path.join(os.path.dirname(__file__), "gpu"))
 
 from jobs import Job
 from pool import WorkerPool
 from ports import free_port
+from scripts import ROOT
 
+# Tests in unit/ take cases from the first too, and scripts of the others are tested.
+sys.path += [str(ROOT / folder) for folder in ("tests/gpu", "examples", "benchmarks", "docs")]
 os.environ["PET_MASTER_PORT"] = str(free_port())  # torchrun's, for all that the tests of this process start
 
 

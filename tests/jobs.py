@@ -8,8 +8,8 @@ from pathlib import Path
 
 from forked import Script
 from ports import free_port
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tests" / "processes" / "script_servers.py")
 BLOCK = {"granularity": 16, "servers": {"reserved": 1}, "timeout_s": 300}
 LIMIT_S = 120.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from forked import launch
 from ports import free_port
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tests" / "processes" / "script_train.py")
 
 

@@ -1,12 +1,11 @@
 """`deepspeed_cad.open`: attention as a function, in 2 to 4 processes, compared with each document alone."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cases
+import own_model
 import pytest
 import served
 import torch
@@ -18,10 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import deepspeed_cad
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-import own_model
 
 BLOCK = {"granularity": 8, "tolerance": 0.05, "links": training.LINKS}
 UNEVEN = [[90], [30, 7, 1, 52], [20, 20, 50], [3, 87]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import pipeline_picture
 import pipelines
 import pytest
 import torch
@@ -21,10 +21,6 @@ from told import told
 from transformers import AutoModelForCausalLM, set_seed
 
 import deepspeed_cad
-
-sys.path.insert(0, str(ROOT / "docs"))
-
-import pipeline_picture
 
 BLOCK = {"cost": "pairs", "granularity": 2}
 COUNT = 3

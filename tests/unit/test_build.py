@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-import _deepspeed_cad_build as build  # noqa: E402
+import _deepspeed_cad_build as build
 
 
 @pytest.fixture

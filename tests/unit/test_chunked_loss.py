@@ -1,16 +1,11 @@
 """The loss in chunks of the examples against the model's own: value, gradients, and what it keeps."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import chunked_loss
 import pytest
 import torch
 import training
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-import chunked_loss
 
 
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 50}, {"shift_labels": "given"}], ids=str)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scripts import ROOT
 
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange import native_calls
@@ -22,7 +23,6 @@ from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.schedule import QUERY
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 @cache

@@ -89,8 +89,7 @@ def test_a_loss_is_known_by_the_methods_that_run(name: str, monkeypatch: pytest.
     assert f"Trainer.{name} is not" in unknown_loss(on_it), "functools.wraps gives it that name"
     setattr(on_it, name, partial(lambda *_: None))
     assert "lambda" in unknown_loss(on_it)
-    known = partial(torch.clone)
-    setattr(on_it, name, update_wrapper(known, lambda *_: None))
+    setattr(on_it, name, update_wrapper(partial(torch.clone), lambda *_: None))
     assert "lambda" in unknown_loss(on_it)
     setattr(on_it, name, print)
     assert "print is not transformers' own" in unknown_loss(on_it)

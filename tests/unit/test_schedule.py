@@ -8,24 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import problems
 
+from deepspeed_cad import schedule as room
 from deepspeed_cad.cost import window_start
 from deepspeed_cad.layout import Tick
 from deepspeed_cad.planner import PlanInput, make_plan
-from deepspeed_cad.schedule import (
-    GROUP,
-    HOME,
-    HOME_ROW,
-    KEY,
-    KIND,
-    QUERY,
-    ROWS,
-    SERVER,
-    SERVER_ROW,
-    STAGE_ROW,
-    Schedule,
-    build_slices,
-    schedule_rank,
-)  # fmt: skip
+from deepspeed_cad.schedule import GROUP, HOME, HOME_ROW, KEY, KIND, QUERY, ROWS, SERVER, SERVER_ROW, STAGE_ROW
 
 
 def _home_labels(tick: Tick, kind: int) -> list[np.ndarray]:
@@ -36,10 +23,10 @@ def _home_labels(tick: Tick, kind: int) -> list[np.ndarray]:
     return labels
 
 
-def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int) -> list[Schedule]:
+def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int) -> list[room.Schedule]:
     """Every row of every head group is computed once, from exactly the keys before it, wherever they come from."""
-    slices = build_slices(tick, tasks, window)
-    schedules = [schedule_rank(tick, slices, rank, groups, window) for rank in range(tick.ranks)]
+    slices = room.build_slices(tick, tasks, window)
+    schedules = [room.schedule_rank(tick, slices, rank, groups, window) for rank in range(tick.ranks)]
     queries, keys = _home_labels(tick, QUERY), _home_labels(tick, KEY)
     done = {document: np.zeros((end, groups), int) for document, _, end, *_ in sorted(tick.query.to_array().tolist())}
 
@@ -101,8 +88,7 @@ def _check(tick: Tick, tasks: np.ndarray, window: int | None, groups: int) -> li
 def test_random_questions(problem: PlanInput, seed: int) -> None:
     """Planner, schedule and exchange agree on every byte that leaves and reaches a rank, whatever the tasks."""
     shape, tick = problem.shape, problem.tick
-    at_random = cases.random_tasks(tick, shape.groups, np.random.default_rng(seed))
-    _check(tick, at_random, problem.window, shape.groups)
+    _check(tick, cases.random_tasks(tick, shape.groups, np.random.default_rng(seed)), problem.window, shape.groups)
     plan = make_plan(problem)
     sent, received = np.zeros((2, tick.ranks), np.int64)
     width = {QUERY: shape.query_bytes, KEY: shape.key_value_bytes}
