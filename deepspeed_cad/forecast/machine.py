@@ -24,6 +24,7 @@ import numpy.typing as npt
 from deepspeed_cad.config import is_number, read_json
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.layout import Ints
+from deepspeed_cad.planner.question import hosts_of_nodes
 
 Size = TypeVar("Size", float, npt.NDArray[np.float64])
 """Bytes, or seconds; of arrays each element for itself."""
@@ -141,9 +142,7 @@ class Cluster:
     @property
     def hosts(self) -> Ints:
         """[ranks]: number of each rank's host."""
-        if self.sizes:
-            return np.repeat(np.arange(len(self.sizes)), self.sizes)
-        return np.arange(self.ranks, dtype=np.int64) // self.per_host
+        return hosts_of_nodes(list(self.sizes) or self.per_host, self.ranks)
 
     def gather(self, size: Size, group: int, stride: int = 1) -> Size:
         """Seconds of an all-gather after which every member has `size` bytes; a reduce-scatter of them takes as long.

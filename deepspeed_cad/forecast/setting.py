@@ -124,24 +124,6 @@ class Work(NamedTuple):
     """Head and loss, forward and backward."""
 
 
-def work_per_token(model: ModelShape, machine: Machine, tensor: int = 1, whole_loss: bool = False) -> Work:
-    """Linear layers shared by `tensor` ranks, norms too (as with sequence parallelism inside the group)."""
-    turned = model.head_dim * (model.heads + model.kv_heads) * model.attending / model.layers
-    state = model.state
-    carried = 0.0 if state is None else (state.taken + state.given) * state.count / model.layers
-    forward, backward = (
-        model.hidden * (2 * norm + residual) + turned * rotation + model.intermediate * activation + carried * step
-        for norm, residual, rotation, activation, step in zip(NORM, RESIDUAL, ROTATION, ACTIVATION, STATE)
-    )
-    product = 2.0 * model.layer_parameters / machine.matrix_flops
-    logits = (WHOLE_LOSS if whole_loss else LOSS) * model.vocabulary / machine.memory_rate
-    return Work(
-        (product + forward / machine.memory_rate) / tensor,
-        (2.0 * product + backward / machine.memory_rate) / tensor,
-        (6.0 * model.hidden * model.vocabulary / machine.matrix_flops + logits) / tensor,
-    )
-
-
 @dataclass(frozen=True)
 class Setting:
     model: ModelShape
@@ -237,7 +219,22 @@ class Setting:
 
     @property
     def work(self) -> Work:
-        return work_per_token(self.model, self.machine, self.sharing, self.pipeline > 1 or self.loss == "whole")
+        """Linear layers shared by the ranks of a seat, norms too (as with sequence parallelism inside the group)."""
+        model, machine, state = self.model, self.machine, self.model.state
+        turned = model.head_dim * (model.heads + model.kv_heads) * model.attending / model.layers
+        carried = 0.0 if state is None else (state.taken + state.given) * state.count / model.layers
+        forward, backward = (
+            model.hidden * (2 * norm + residual) + turned * rotation + model.intermediate * activation + carried * step
+            for norm, residual, rotation, activation, step in zip(NORM, RESIDUAL, ROTATION, ACTIVATION, STATE)
+        )
+        product = 2.0 * model.layer_parameters / machine.matrix_flops
+        of_logit = WHOLE_LOSS if self.pipeline > 1 or self.loss == "whole" else LOSS
+        logits = of_logit * model.vocabulary / machine.memory_rate
+        return Work(
+            (product + forward / machine.memory_rate) / self.sharing,
+            (2.0 * product + backward / machine.memory_rate) / self.sharing,
+            (6.0 * model.hidden * model.vocabulary / machine.matrix_flops + logits) / self.sharing,
+        )
 
     @property
     def head(self) -> Floats:
