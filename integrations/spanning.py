@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from deepspeed_cad.integrations.structure import name_layer
+from deepspeed_cad.integrations.structure import name_layer, replaced
 from torch import nn
 
 from deepspeed_cad.attention.spanning import Share, Spanning
@@ -84,7 +83,7 @@ def run_over_ranks(
     others[CONVOLUTION] = other(CONVOLUTION, _convolve)
     expected = set(others)
     others |= {name: lambda *args, **kwargs: None for name in FUSED if name in home}
-    with _replaced(home, others):
+    with replaced(home, others):
         output = run(hidden_1TD)
     if called != expected:
         raise CADUnsupportedError(
@@ -92,16 +91,6 @@ def run_over_ranks(
             "with documents that span ranks. Give every rank whole documents"
         )
     return output
-
-
-@contextmanager
-def _replaced(home: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
-    kept = {name: home[name] for name in others}
-    home.update(others)
-    try:
-        yield
-    finally:
-        home.update(kept)
 
 
 def _convolve(

@@ -8,7 +8,8 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,12 +71,11 @@ def has_attention(layer: nn.Module) -> bool:
 
 def training_device(model: nn.Module) -> torch.device:
     """Where the model will train: its own device, or the local GPU for a model that is still on the CPU or sharded."""
-    kinds = {p.device.type for p in model.parameters()} | {b.device.type for b in model.buffers()}
+    on_gpu = any(one.is_cuda for one in (*model.parameters(), *model.buffers()))
     if torch.cuda.is_available() and torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend_config()
-        if "cuda" in str(backend) or "nccl" in str(backend):
-            return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in kinds else torch.device("cpu")
+        backend = str(torch.distributed.get_backend_config())
+        on_gpu = on_gpu or "cuda" in backend or "nccl" in backend
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def default_attention(config: Any) -> str:
@@ -104,6 +104,19 @@ def subclass_of(cls: type, mixin: type, **more: Any) -> type:
     `more`: what else is in its body."""
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **more}
     return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda names: names.update(body))
+
+
+@contextmanager
+def replaced(names: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, these names of a module or an object stand for others."""
+    kept = {name: names[name] for name in others if name in names}
+    names.update(others)
+    try:
+        yield
+    finally:
+        for name in others.keys() - kept.keys():
+            del names[name]
+        names.update(kept)
 
 
 def inside_wrappers(layer: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed_cad.integrations.structure import local_attention
+from deepspeed_cad.integrations.structure import local_attention, replaced
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_cad.attention.layer import LayerInput
@@ -286,14 +286,8 @@ class _SeeDtypes(TorchFunctionMode):
 
 def loss_without(check: Check, model: torch.nn.Module, decoder: torch.nn.Module, given: dict[str, Any]) -> Any:
     """What the whole model gives for the decoder's output without CAD."""
-    names = decoder.__dict__
-    kept = {name: names[name] for name in ("forward",) if name in names}
-    names["forward"] = lambda *args, **kwargs: check.output
-    try:
+    with replaced(vars(decoder), {"forward": lambda *args, **kwargs: check.output}):
         return check.run_without(lambda: model.forward(**given), next(model.parameters()).device)
-    finally:
-        del names["forward"]
-        names.update(kept)
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
