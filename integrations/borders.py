@@ -77,7 +77,6 @@ class Borders:
         """`begin` as from `find_borders`; `due`: the sampled check looks at this micro-batch; `apart`: run every
         document alone, whatever kernels can do, to compare with; `spanning`: documents that lie on several ranks."""
         self.spanning: Spanning | None = spanning
-        self._whole: Borders | None = None
         self.begin, self.batch, self.width, self.due, self.apart = begin, batch, width, due, apart
         self.arrived = False
         """A decoder layer got them."""
@@ -115,15 +114,14 @@ class Borders:
         numbers = np.repeat(np.arange(len(self.begin) - 1, dtype=np.int32), self.lengths)
         return self._upload("sequence", numbers[None], device)
 
+    @cached_property
     def whole(self) -> Borders:
         """Those of the rows that are in no document that spans ranks."""
-        if self._whole is None:
-            rows, starts = self._rows_whole(), np.zeros(self.batch * self.width, bool)
-            starts[self.begin[:-1]] = True
-            # Padding behind a document that spans ranks begins anew.
-            starts[rows] |= np.diff(rows, prepend=-1) > 1
-            self._whole = Borders(np.append(np.flatnonzero(starts[rows]), len(rows)), 1, len(rows))
-        return self._whole
+        rows, starts = self._rows_whole(), np.zeros(self.batch * self.width, bool)
+        starts[self.begin[:-1]] = True
+        # Padding behind a document that spans ranks begins anew.
+        starts[rows] |= np.diff(rows, prepend=-1) > 1
+        return Borders(np.append(np.flatnonzero(starts[rows]), len(rows)), 1, len(rows))
 
     def order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows outside of documents that span ranks, rows inside, and where each row lies in the two joined. A rank

@@ -154,11 +154,10 @@ class _Pipeline(PipelineModule):
         }
         layers = names[id(decoder_layers(find_decoder(self.skeleton)))]
         for kind, part in zip(self._kinds[self._local_start : self._local_stop], self.forward_funcs, strict=True):
-            prefix = f"{layers}.{kind}" if isinstance(kind, int) else parts[kind]
-            inner = part.args[0].inner if hasattr(part, "args") else part.inner  # a tied head is a partial
-            if kind == "head" and hasattr(part, "args"):
+            if hasattr(part, "args"):  # a tied head is a partial of the embedding, which has its weight
                 continue
-            for name, value in inner.state_dict().items():
+            prefix = f"{layers}.{kind}" if isinstance(kind, int) else parts[kind]
+            for name, value in part.inner.state_dict().items():
                 found[f"{prefix}.{name}"] = value.detach().cpu().clone()
         return found
 

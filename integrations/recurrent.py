@@ -216,7 +216,7 @@ def _run_spanning(
     parts = []
     if len(whole):
         mask = None if mask_1T is None else mask_1T.index_select(1, whole)
-        parts.append(call.run(way, borders.whole(), take(flat_1TD, 1, whole), mask))
+        parts.append(call.run(way, borders.whole, take(flat_1TD, 1, whole), mask))
     rows = run_over_ranks(call.module, call.whole, take(flat_1TD, 1, spanning), borders.spanning)
     parts.append(rows[:, : len(borders.spanning.rows)])
     return take(torch.cat(parts, dim=1), 1, place)
