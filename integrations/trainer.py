@@ -102,7 +102,6 @@ def _get_batch_samples(
 ) -> Any:
     if (binding := _binding_of(self)) is None:
         return original(self, epoch_iterator, *args, **kwargs)
-    config = binding.session.config
     ahead = self.__dict__.get(_AHEAD)
     new = ahead is None or ahead.source is not epoch_iterator
     if new:
@@ -111,7 +110,7 @@ def _get_batch_samples(
         if binding.session.ranks == binding.session.group_ranks > 1 and self.model_wrapped is self.model:
             if self.accelerator.distributed_type.name.startswith("MULTI_"):
                 raise CADUnsupportedError(NOT_WRAPPED)
-    if not config.look_ahead:
+    if not binding.session.config.look_ahead:
         return original(self, epoch_iterator, *args, **kwargs)
     if new:
         ahead = self.__dict__[_AHEAD] = _AheadIterator(

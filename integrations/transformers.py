@@ -10,7 +10,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -23,9 +22,11 @@ from deepspeed_cad.integrations.interleaved import interleave
 from deepspeed_cad.integrations.mask_check import is_due
 from deepspeed_cad.integrations.padding import check_padding, tell_of_ones
 from deepspeed_cad.integrations.positions import Unread, compare_later, no_rows, one_row, plain_mask
+from deepspeed_cad.integrations.prepared import install_loader_hooks
 from deepspeed_cad.integrations.recurrent import Ways, find_recurrent, keep_whole, watch_state
 from deepspeed_cad.integrations.shares import find_replica, find_ulysses, refuse_parts_of_heads
 from deepspeed_cad.integrations.spanning import why_not
+from deepspeed_cad.integrations.trainer import install_trainer_hooks
 from deepspeed_cad.integrations.verify import Check, loss_of, loss_without
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -58,8 +59,8 @@ class Binding:
     def __init__(self, model: PreTrainedModel, session: Session, reference: bool = False) -> None:
         """`reference`: it is only looked at, and keeps its attention where it is trained."""
         self.session, self.reference = session, reference
-        self.model = weakref.ref(model)
-        self.decoder = weakref.ref(structure.find_decoder(model))
+        decoder = structure.find_decoder(model)
+        self.model, self.decoder = weakref.ref(model), weakref.ref(decoder)
         before = model.config._attn_implementation
         # The config of a copy of a model for which CAD is on has our name.
         self.original = structure.default_attention(model.config) if before in (None, NAME) else before
@@ -92,7 +93,6 @@ class Binding:
         """Of the running forward, where layers carry state."""
         self.comparing = False
         """The model runs once more, to compare its loss."""
-        decoder = structure.find_decoder(model)
         layers, recurrent = structure.decoder_layers(decoder) or torch.nn.ModuleList(), find_recurrent(decoder)
         self._checkpointed = weakref.WeakSet([decoder, *layers[:1]])
         """Modules of which one says whether activation checkpointing is on."""
@@ -256,10 +256,9 @@ class Binding:
         due = self.session.config.check == "sampled" and is_due(self.forwards)
         begin = find_borders(micro_batch.local(), *shape)
         self.borders = Borders(begin, *shape, due=due, spanning=micro_batch.spanning())
+        given = {borders_of.NAME: (self.borders, self.ways)}
         # A cache of packed documents is of no use, and in evaluation it is on by default.
-        return {borders_of.NAME: (self.borders, self.ways)} | (
-            {} if self.borders.are_batch_rows else {"use_cache": False}
-        )
+        return given if self.borders.are_batch_rows else {**given, "use_cache": False}
 
     def run_alone(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Where this micro-batch is verified: run the decoder without CAD, before it runs with it."""
@@ -369,8 +368,8 @@ def bind(model: torch.nn.Module, config: CADConfig, replica: Replica | None = No
         reference.remove()
     models.warn_of_others(model, inner)
     binding = Binding(inner, session)
-    when_imported("transformers.trainer", lambda module: _room("trainer").install_trainer_hooks(module))
-    when_imported("accelerate.data_loader", lambda module: _room("prepared").install_loader_hooks(module))
+    when_imported("transformers.trainer", install_trainer_hooks)
+    when_imported("accelerate.data_loader", install_loader_hooks)
     when_imported("transformers.generation.utils", forward_only.install_generation_hooks)
     when_imported("transformers.generation.continuous_batching.continuous_api", install_batching_hooks)
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", forward_only.install_root_hooks)
@@ -397,8 +396,3 @@ def install_batching_hooks(module: ModuleType) -> None:
 
     if hasattr(module.ContinuousBatchingManager, "switch_to_cb_friendly_attn"):
         forward_only.wrap_once(module.ContinuousBatchingManager, "switch_to_cb_friendly_attn", switch)
-
-
-def _room(name: str) -> Any:
-    """A module of this package, imported when its host is there."""
-    return import_module(f"deepspeed_cad.integrations.{name}")
