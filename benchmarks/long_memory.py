@@ -63,11 +63,16 @@ class Part(NamedTuple):
     """There in every phase, not at one moment of a layer's backward."""
 
 
+def all_parameters(shape: ModelShape) -> int:
+    """Weights of a model: its layers, embedding and head."""
+    return shape.layers * shape.layer_parameters + 2 * shape.hidden * shape.vocabulary
+
+
 def parts(shape: ModelShape, setting: Setting) -> list[Part]:
     """Memory of one rank."""
     own = setting.tokens / setting.ranks
     unit = own * shape.hidden * 2
-    p, n, layers = shape.parameters, setting.ranks, shape.layers
+    p, n, layers = all_parameters(shape), setting.ranks, shape.layers
     away = 1 - 1 / n
     q, kv = own * shape.heads * shape.head_dim * 2, 2 * own * shape.kv_heads * shape.head_dim * 2
     lse = own * shape.heads * 4
@@ -175,7 +180,7 @@ def foreseen(run: Measured) -> float:
     shape = replace(ModelShape(), layers=run.layers, vocabulary=32000)
     setting = Setting(run.tokens, run.ranks, 0, "device", "device", exchange=False)
     unit = run.tokens / run.ranks * shape.hidden * 2
-    weights = shape.parameters * (4 + 12 / run.ranks)
+    weights = all_parameters(shape) * (4 + 12 / run.ranks)
     return (weights + run.layers * unit + layer_peak(shape, setting)) / GiB
 
 

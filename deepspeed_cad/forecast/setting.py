@@ -68,10 +68,6 @@ class ModelShape:
             own = (own * self.attending + self.state.parameters * self.state.count) // self.layers
         return own + 3 * self.hidden * self.intermediate
 
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + 2 * self.hidden * self.vocabulary
-
     def flops(self, pairs: float) -> float:
         """Forward work of one token, which has so many query-key pairs in each head of a layer."""
         linear = 2.0 * (self.layers * self.layer_parameters + self.hidden * self.vocabulary)
