@@ -151,9 +151,7 @@ def _read_field(name: str, value: Any, shape: tuple[int, ...]) -> Field | None:
         return None
     if tuple(value.shape[:2]) == shape:
         return Field(name, value.dtype, tuple(value.shape[2:]))
-    if tuple(value.shape[1:]) == shape:
-        return Field(name, value.dtype, (), tuple(value.shape[:1]))
-    return None
+    return Field(name, value.dtype, (), tuple(value.shape[:1])) if tuple(value.shape[1:]) == shape else None
 
 
 def _counts_up(value: Any, shape: tuple[int, ...]) -> bool:

@@ -204,9 +204,8 @@ class Plans:
         for cost, window, times in kinds:
             np.add.at(work, documents.of, cost.of(documents.begin, documents.end, window) * times)
         seconds, ones = self._seconds(model) if keys else None, np.ones(self.crew.trainers)
-        each = ones * sum(cost.pair * times for cost, _, times in kinds) * LINEAR_PAIRS
-        if seconds is not None:
-            each = seconds * sum(keys.values())
+        by_pairs = ones * sum(cost.pair * times for cost, _, times in kinds) * LINEAR_PAIRS
+        each = by_pairs if seconds is None else seconds * sum(keys.values())
         speeds = self.learned_speeds(model) if self.crew.speeds is None else self.crew.speeds[: self.crew.trainers]
         return Costs(work, each, ones if speeds is None else speeds)
 
@@ -322,7 +321,6 @@ class Plans:
 
 def _plan_alone(tick: Tick, key: PlanKey) -> Plan:
     layout = tick.rows()
-    tasks = whole_rank_tasks(layout, key.shape.groups)
     load = PAIRS.of(layout.segments.begin, layout.segments.end, key.window).sum(keepdims=True)
     nothing = np.zeros(1, np.int64)
-    return Plan(tasks, load, load, nothing, nothing)
+    return Plan(whole_rank_tasks(layout, key.shape.groups), load, load, nothing, nothing)

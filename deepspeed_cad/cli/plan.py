@@ -18,23 +18,22 @@ from deepspeed_cad.planner.question import KEYS, read_question
 
 LARGEST = 1 << 26
 """Bytes: no question is larger, and a data set is not read as a whole."""
-_EPILOG = "\n".join(
-    [
-        "Packing:",
-        *(f"  {name:18} {text}" for name, text in PACKINGS.items()),
-        "",
-        "Distributions that ship (made from round quantiles, not drawn from data):",
-        *(f"  {name:18} {one.says}" for name, one in NAMED.items()),
-        "",
-        "Keys of a question:",
-        *(f"  {key:18} {text}" for key, text in KEYS.items()),
-    ]
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = "\n".join(
+        [
+            "Packing:",
+            *(f"  {name:18} {text}" for name, text in PACKINGS.items()),
+            "",
+            "Distributions that ship (made from round quantiles, not drawn from data):",
+            *(f"  {name:18} {one.says}" for name, one in NAMED.items()),
+            "",
+            "Keys of a question:",
+            *(f"  {key:18} {text}" for key, text in KEYS.items()),
+        ]
+    )
     add = parser.add_argument
     add(
         "input",

@@ -15,14 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    host, _, port = args.rendezvous.rpartition(":")
+    place = args.rendezvous
+    host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
-        raise CADConfigError(f"--rendezvous is {args.rendezvous!r}; expected HOST:PORT, such as 10.0.0.1:29500")
+        raise CADConfigError(f"--rendezvous is {place!r}; expected HOST:PORT, such as 10.0.0.1:29500")
     from deepspeed_cad.server.meeting import take_place  # both bring torch
     from deepspeed_cad.server.process import choose_device, serve
 
     device = choose_device(args.device)  # before it takes a place
-    place = args.rendezvous
     notice(f"waits at most {args.timeout:g} s for a training at {place} that has reserved servers")
     role, config = take_place(place, args.timeout)
     trainers = counted(role.trainers, "trainer")

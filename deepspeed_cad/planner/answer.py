@@ -120,7 +120,7 @@ def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[
     best = Tried(even, slowest(problem, even))
     # Within one host transfers hide nearly always; what is left of them is no more than what costs miss.
     share = constants.NARROWING if len(np.unique(_hosts(problem))) > 1 else 1.0
-    if best.finish > _attention(problem, even) * (1.0 + share * problem.tolerance):
+    if best.finish > problem.ends(even.work).max() * (1.0 + share * problem.tolerance):
         for units in ways(problem):
             # Another way must be clearly better: the first is the one that keeps each host even.
             for tried in _look(problem, even, units):
@@ -150,11 +150,6 @@ def hide_transfers(problem: PlanInput, even: Solution) -> tuple[Solution, tuple[
 def slowest(problem: PlanInput, plan: Solution) -> float:
     """When the slowest rank is done, transfers included."""
     return float(finish_best(problem, plan.work, plan.flows)[0].max())
-
-
-def _attention(problem: PlanInput, plan: Solution) -> float:
-    """The same if transfers took no time."""
-    return float(problem.ends(plan.work).max())
 
 
 def _hosts(problem: PlanInput) -> Ints:
@@ -207,7 +202,7 @@ def _look(problem: PlanInput, even: Solution, units: Units) -> Iterator[Tried]:
         narrow = constants.NARROWING * (high - low)
         share = 0.5 * (low + high) if meeting <= low else min(max(meeting, low + narrow), high - narrow)
         yield (tried := plan_at(share, top - share * (top - mean)))
-        if tried.finish > _attention(problem, tried.plan) * (1.0 + constants.NARROWING * problem.tolerance):
+        if tried.finish > problem.ends(tried.plan.work).max() * (1.0 + constants.NARROWING * problem.tolerance):
             high, earlier, waited = share, waited, (share, tried.finish)
         else:
             low = share
