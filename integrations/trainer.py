@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_cad.integrations.forward_only import in_step, within, wrap_once
 from deepspeed_cad.integrations.models import find_model
 from deepspeed_cad.integrations.prepared import PreparedIterator, refuse_accelerator, refuse_loader
-from transformers.trainer_utils import has_length
 
 from deepspeed_cad.ahead.feed import Feed
 from deepspeed_cad.ahead.loader import Source
@@ -138,6 +137,8 @@ def _training_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def _evaluation_loop(original: Callable[..., Any], self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    from transformers.trainer_utils import has_length  # brings much, and the Trainer has it
+
     binding = _binding_of(self)
     count = len(dataloader) if has_length(dataloader) else None
     # All ranks are here: the Trainer gathers their losses.
