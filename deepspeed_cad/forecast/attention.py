@@ -65,9 +65,10 @@ def of_pieces(lengths: Ints, cost: CostModel, parts: int) -> Floats:
     return np.stack([forward, once - forward + cost.key * keys + cost.task * pieces])
 
 
-def of_tasks(tasks: Ints, cost: CostModel, ranks: int) -> Floats:
-    """[2, ranks]: the tasks of a plan by the rank that runs them."""
-    return summed(seconds(cost, tasks[:, 1], tasks[:, 2]) * (tasks[:, 4] - tasks[:, 3]), tasks[:, 5], ranks)
+def of_tasks(setting: Setting, tasks: Ints, ranks: int) -> Floats:
+    """[2, ranks]: the tasks of a plan by the rank that runs them, in training, all layers of a stage."""
+    each = seconds(setting.cost, tasks[:, 1], tasks[:, 2]) * (tasks[:, 4] - tasks[:, 3])
+    return summed(each, tasks[:, 5], ranks) * (setting.machine.in_training * setting.attending)
 
 
 def document_lengths(layout: Layout) -> Ints:

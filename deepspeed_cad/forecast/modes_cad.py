@@ -32,7 +32,7 @@ from deepspeed_cad.forecast.packing import deal_out
 from deepspeed_cad.forecast.schedule import compose, non_attention
 from deepspeed_cad.forecast.setting import Setting
 from deepspeed_cad.forecast.step import Foreseen, Seconds
-from deepspeed_cad.layout import Ints, Layout, Segments, Tick
+from deepspeed_cad.layout import Layout, Segments, Tick
 from deepspeed_cad.pipeline.rounds import Rounds
 from deepspeed_cad.planner import make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE, WAVES_IN_TURN
@@ -98,8 +98,8 @@ def _ticks(rounds: Rounds, step: Sequence[Layout]) -> Iterator[Layout]:
 def _meet(setting: Setting, layout: Layout, plan: Plan) -> tuple[float, Seconds, Flows]:
     """One micro-batch of which all ranks wait for each other in every layer: seconds, those of the mean rank, bytes."""
     layers, flows = setting.attending, flows_of(plan, layout.tick())
-    alone = _task_seconds(setting, plan.tasks, layout.ranks)
-    waiting = _task_seconds(setting, plan.tasks[read_others(plan.tasks, layout.segments)], layout.ranks)
+    alone = of_tasks(setting, plan.tasks, layout.ranks)
+    waiting = of_tasks(setting, plan.tasks[read_others(plan.tasks, layout.segments)], layout.ranks)
     other = non_attention(setting, layout.tokens.astype(np.float64))
     # In the reverse order of stages the last one, with head and loss, is where the first is. Pipelines run no forward
     # alone.
@@ -215,7 +215,7 @@ def _alternate(
             asked = replace(asked, alternation=turns, waves=WAVES_IN_TURN)
         plan = make_plan(asked)
         flows.append(flows_of(plan, tick))
-        work = _task_seconds(setting, plan.tasks, seats)
+        work = of_tasks(setting, plan.tasks, seats)
         attention += work.sum(0)
         beside = np.multiply.outer(each, tick.query_tokens[:trainers])
         own, served = work[:, :trainers] / layers, work[:, trainers:] / layers
@@ -245,11 +245,6 @@ def even_servers(setting: Setting, layout: Layout) -> int:
 def _attention(setting: Setting, rows: Segments) -> float:
     """Seconds of one layer's attention of these rows, by the kernel's profile."""
     return float(setting.cost.of(rows.begin, rows.end).sum()) * setting.shape.groups
-
-
-def _task_seconds(setting: Setting, tasks: Ints, ranks: int) -> Floats:
-    """[2, ranks]: tasks of a plan, in training, all layers of a stage."""
-    return of_tasks(tasks, setting.cost, ranks) * (setting.machine.in_training * setting.attending)
 
 
 def _latency(setting: Setting) -> float:
