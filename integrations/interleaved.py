@@ -196,8 +196,12 @@ class RowCut:
     def split(self, value: Any) -> tuple[Any, Any]:
         """An argument for both nano-batches; what has no rows to cut goes to both unchanged."""
         if isinstance(value, torch.Tensor):
-            dim = self._dim(value)
-            return (value, value) if dim is None else self._halves(value, dim)
+            if (dim := self._dim(value)) is None:
+                return value, value
+            at, rows = self._at, value.shape[dim]
+            # One split, not two slices: its backward is one concatenation instead of two zero-filled tensors and a sum.
+            first, second = torch.split(value, [at, rows - at], dim=dim)
+            return first if at else value.narrow(dim, 0, 1), second if at < rows else value.narrow(dim, 0, 1)
         if type(value) in (tuple, list):
             pairs = [self.split(item) for item in value]
             return type(value)(a for a, _ in pairs), type(value)(b for _, b in pairs)
@@ -221,12 +225,6 @@ class RowCut:
         if axes and shape[1:3] == rows:
             return 2 if self.batch == 1 else 1
         return 0 if self.batch > 1 and len(shape) >= 2 and shape[0] == self.batch else None
-
-    def _halves(self, value: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        at, rows = self._at, value.shape[dim]
-        # One split, not two slices: its backward is one concatenation instead of two zero-filled tensors and a sum.
-        first, second = torch.split(value, [at, rows - at], dim=dim)
-        return first if at else value.narrow(dim, 0, 1), second if at < rows else value.narrow(dim, 0, 1)
 
     @property
     def _at(self) -> int:
