@@ -29,8 +29,6 @@ def initialize(
     CADUnsupportedError for a model or engine feature that CAD cannot reproduce exactly, before DeepSpeed starts where
     that is possible."""
     config = CADConfig.from_dict(cad_block)
-    if not config.enabled:
-        return tuple(original(*args, **kwargs))
     refuse_old_packages()
     from deepspeed_cad.integrations.models import find_model, refuse_model
     from deepspeed_cad.integrations.recurrent import keep_whole
