@@ -59,8 +59,8 @@ def are_shared(binding: Binding, given: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def within(what: ContextVar[bool]) -> Iterator[None]:
-    token = what.set(True)
+def within(what: ContextVar[Any], value: Any = True) -> Iterator[None]:
+    token = what.set(value)
     try:
         yield
     finally:

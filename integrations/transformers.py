@@ -268,15 +268,13 @@ class Binding:
         check: Check = scope.micro_batch.check
         if not check.runs_alone:
             return
-        running.set(Scope(self, scope.micro_batch, scope.training, scope.shared, alone=check))
-        try:
+        alone = Scope(self, scope.micro_batch, scope.training, scope.shared, alone=check)
+        with forward_only.within(running, alone):
             if borders_of.NAME in kwargs:
                 found, ways = kwargs[borders_of.NAME]
                 kwargs = {**kwargs, borders_of.NAME: (found.alone(), ways)}
             # Not by calling it: hooks of host frameworks on the decoder itself belong to the run that is trained.
             check.output = check.run_without(lambda: decoder.forward(*args, **kwargs), self.session.device)
-        finally:
-            running.set(scope)
 
     def end_model(self, output: Any) -> None:
         """After the whole model's forward, where a micro-batch is verified: compare its loss."""
@@ -286,11 +284,8 @@ class Binding:
         if (loss := loss_of(output)) is not None:
             without = None
             if check.output is not None:
-                self.comparing = True
-                try:
+                with structure.replaced(vars(self), {"comparing": True}):
                     without = loss_of(loss_without(check, model, decoder, self.called_with))
-                finally:
-                    self.comparing = False
             check.end_model(loss, without)
         check.output = self._check = None
         check.say()

@@ -292,9 +292,8 @@ def loss_without(check: Check, model: torch.nn.Module, decoder: torch.nn.Module,
 
 def loss_of(output: Any) -> torch.Tensor | None:
     """The loss in what a model gave, if it computed one."""
-    loss = output.get("loss") if isinstance(output, dict) else None
-    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
-        loss = output[0] if output[0].ndim == 0 else None
+    first = output[0] if isinstance(output, tuple) and output else None
+    loss = output.get("loss") if isinstance(output, dict) else first
     return loss.detach() if isinstance(loss, torch.Tensor) and loss.ndim == 0 else None
 
 
