@@ -166,18 +166,15 @@ class Plans:
         known = self._starts(gathered, crew, tick, key)
         base = None if known is None else known.begin
         waves = self._waves(crew, known)
-        turns = None if known is None or max(waves) > max(WAVES_IN_TURN) else known.alternation
-        if crew.transport is None or not crew.transport.two_ways:
-            turns = None
+        takes_turns = crew.transport is not None and crew.transport.two_ways and max(waves) <= max(WAVES_IN_TURN)
+        turns = known.alternation if known is not None and takes_turns else None
         plan = make_plan(PlanInput(
             tick, key.shape, self._cost(gathered, key, gathered.links), key.window, self.config.tolerance,
             self.config.granularity, base_load=base, speed=crew.speeds if gathered.speeds is None else gathered.speeds,
             hosts=crew.hosts, waves=waves, alternation=turns, backward=gathered.backward,
         ))  # fmt: skip
-        if base is None:
-            return plan
         # Statistics speak of attention, not of when ranks finish.
-        return replace(plan, load=plan.load - base, load_before=plan.load_before - base)
+        return plan if base is None else replace(plan, load=plan.load - base, load_before=plan.load_before - base)
 
     def _cost(self, gathered: Gathered, key: PlanKey, links: Speeds | None = None) -> CostModel:
         cost = (self.cost if links is None else self.cost.with_links(*links)).cost_for(key.shape)
