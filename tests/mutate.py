@@ -50,6 +50,7 @@ parallel = true
 sigterm = true
 patch = _exit
     fork
+    subprocess
 """
 
 

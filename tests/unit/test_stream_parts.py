@@ -69,6 +69,7 @@ def test_documents_are_ordered_by_host(lengths: list[int], order: list[int]) -> 
     hosts = [set(layout.segments.rank[layout.segments.document == one] // 2) for one in range(4)]
     assert sum(len(one) > 1 for one in hosts) == (max(lengths) > 16)
     assert order_by_host([9, 8, 7], 3, 8, 2) == [0, 2, 1], "the last host has one rank"
+    assert order_by_host([10, 10, 10, 2], 4, 8, 2) == [0, 3, 2, 1], "one fits nowhere, and lies across the border"
 
 
 @pytest.mark.parametrize("change, given, message", [
