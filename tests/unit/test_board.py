@@ -229,7 +229,7 @@ def test_only_a_training_thread_that_waits_tells_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker_room, "TELL_S", 60.0)
     assert worker.run(lambda: "quick") == "quick" and not told
     worker.close()
-    assert not worker._thread.is_alive()
+    assert not worker._thread.is_alive() and worker.is_idle
 
 
 NCCL_SAID = (
