@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,9 @@ def test_help_of_accelerate_cad_says_what_its_flags_mean(started, capsys, words:
         assert end.code == 0
     shown = capsys.readouterr().out
     assert 'the "cad" block, such as' in shown and "a JSON file with the block in it" in shown and not started
+
+
+def test_the_exit_code_is_what_the_script_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").touch()
+    monkeypatch.setattr(run, "run_script", lambda *given: 7)
+    assert run.main(["--cad", "{}", str(script)]) == 7
