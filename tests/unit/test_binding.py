@@ -70,6 +70,11 @@ def test_local_is_local(value: str, together: bool) -> None:
     one: Any = SimpleNamespace(session=SimpleNamespace(group_ranks=2, config=CADConfig(forward_only=value)))
     with forward_only.within(forward_only.in_step):
         assert forward_only.are_shared(one, {}) == together
+    ids = torch.zeros(1, 4)
+    forward_only.given_out({"input_ids": ids}, [one])  # evenly, on all ranks
+    assert forward_only.are_shared(one, {"input_ids": ids}) == together
+    forward_only.given_out(None, ())
+    assert forward_only.are_shared(one, {"input_ids": ids}) == (value == "balanced")
 
 
 def test_a_trainer_refuses_a_loader_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
