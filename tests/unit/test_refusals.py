@@ -3,6 +3,7 @@
 import copy
 import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,11 @@ def test_description_is_of_the_model_not_of_the_machine() -> None:
     second.config._name_or_path = "/somewhere/else"
     second.config._attn_implementation = "eager"
     assert describe(first) == describe(second)
+    types = [
+        SimpleNamespace(config=SimpleNamespace(to_dict=lambda one=one: {"dtype": one}))
+        for one in (torch.half, torch.bfloat16)
+    ]
+    assert describe(types[0]) != describe(types[1])  # type: ignore[arg-type]
     assert describe(first) != describe(meta_model("llama", num_hidden_layers=3))
     assert describe(first) != describe(meta_model("mistral"))
 

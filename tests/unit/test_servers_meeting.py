@@ -349,6 +349,13 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
         waits.result(20)
 
 
+def test_a_server_that_nobody_needs_any_more_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = mock.Mock(**{"open.side_effect": meetings.Abandoned("the training ended")})
+    monkeypatch.setattr(process, "_Server", lambda *given: server)
+    monkeypatch.setattr(process, "_take_signals", lambda one: None)
+    assert process.serve(Split(1, 1, 1, "here:1"), CHANGES, torch.device("cpu")) == 0
+
+
 @pytest.mark.parametrize("policy, device, transport, refused", [
     ("stop", "cuda", "c10d", ""), ("continue", "cpu", "c10d", ""), ("continue", "cuda", "auto", ""),
     ("continue", "cuda", "nvlink", ""),
