@@ -28,6 +28,7 @@ QUESTIONS = (
     *(f"long-mix --ranks 4 --ranks-per-node 3,1 --link-between {speed} --steps 1" for speed in (100, 3, 0.001)),
     *(f"long-mix --recompute-attention --modes cad{more} --steps 1" for more in ("", " --no-checkpointing")),
     "web --tensor 2 --pipeline 2 --ranks 16 --ranks-per-node 4 --micro-batches 4 --context 32768 --steps 1",
+    "chat --packing by_length --ranks 4 --context 8192 --modes plain,cad --steps 1",
     "rollouts --ranks 2 --loss chunked --packing zigzag --reserve none --limit 50 --no-checkpointing",
 )
 

@@ -98,6 +98,6 @@ def test_cli_traces_a_run(tmp_path: Path, monkeypatch: Any, capfd: pytest.Captur
     ranks = SimpleNamespace(run=lambda command, env, check: launch(2, command, tmp_path, **env))
     monkeypatch.setattr(trace, "subprocess", ranks)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    assert main(["trace", "--steps", "3", "--output", str(output), "--", "-c", SCRIPT]) == 0
+    assert main(["trace", "--steps", "1", "--output", str(output), "--", "-c", SCRIPT]) == 0
     assert "idle: rank 0 " in capfd.readouterr().out
     assert {event["pid"] for event in _read(output)} == {0, 1}
