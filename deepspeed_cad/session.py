@@ -212,6 +212,13 @@ class Session:
                 self.whereabouts.leave(reason)
             self.servers.leave(reason)
 
+    def farewell(self, reason: str) -> None:
+        """The process ends and closes no session: tell whoever waits, and the user; `reason` as above."""
+        self.leave(reason)
+        self.say_last(reason)
+        if self.tracer is not None and not reason:
+            self.tracer.finish()
+
     @property
     def group_ranks(self) -> int:
         """Ranks of the CAD group, which run attention: trainers and servers."""
@@ -426,15 +433,7 @@ def _end() -> None:
     # Set by the interpreter when it has shown what ended the script.
     reason = why_ended(getattr(sys, "last_value", None))
     for session in _sessions:
-        say_goodbye(session, reason)
-
-
-def say_goodbye(session: Session, reason: str) -> None:
-    """This process ends, without closing its session; `reason` is empty where all is well."""
-    session.leave(reason)
-    session.say_last(reason)
-    if session.tracer is not None and not reason:
-        session.tracer.finish()
+        session.farewell(reason)
 
 
 def close_session() -> None:

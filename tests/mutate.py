@@ -188,8 +188,10 @@ def cover(file: str) -> dict[str, dict[str, Any]]:
                 for path in data.measured_files():
                     lines[str(Path(path).resolve().relative_to(_copy.resolve()))] |= set(data.lines(path) or ())
         found[test] = {"seconds": seconds, "lines": {path: sorted(of) for path, of in lines.items()}}
-    failed = [found.pop(test) and test for test in ran["failed"]]
-    print(f"{file}: {time.monotonic() - begun:.0f} s", *(f"; fails without a mutant: {test}" for test in failed))
+    for test in ran["failed"]:
+        del found[test]
+    failed = "".join(f"; fails without a mutant: {test}" for test in ran["failed"])
+    print(f"{file}: {time.monotonic() - begun:.0f} s{failed}", flush=True)
     if not failed:
         shutil.rmtree(notes)
     return found

@@ -151,7 +151,9 @@ def _read_field(name: str, value: Any, shape: tuple[int, ...]) -> Field | None:
         return None
     if tuple(value.shape[:2]) == shape:
         return Field(name, value.dtype, tuple(value.shape[2:]))
-    return Field(name, value.dtype, (), tuple(value.shape[:1])) if tuple(value.shape[1:]) == shape else None
+    if tuple(value.shape[1:]) == shape:
+        return Field(name, value.dtype, (), tuple(value.shape[:1]))
+    return None
 
 
 def _counts_up(value: Any, shape: tuple[int, ...]) -> bool:

@@ -125,7 +125,7 @@ def farewell(reason: str) -> None:
     """This process ends: tell whoever waits for it, if they were not told; `reason` is empty where it ends well."""
     module = sys.modules.get("deepspeed_cad.session")
     if module is not None and (session := module.current_session()) is not None:
-        module.say_goodbye(session, reason)
+        session.farewell(reason)
     elif (role := published()) is not None:
         from deepspeed_cad.server.meeting import Rendezvous
 

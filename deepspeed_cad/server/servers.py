@@ -249,23 +249,22 @@ class SurvivingServers(ReservedServers):
         if self._transport is not None:
             self.bytes_sent += self._transport.bytes_sent
             self._given_up.append(self._transport.abandon())
-        opened, agreed, seen = None, False, set(before.servers)
+        agreed, seen = False, set(before.servers)
         while not agreed:
             self._agree(came)
             seen.update(self.members.servers)
+            opened, well = None, False
             try:
-                opened, well = None, True
                 if self.members.ranks > 1:
                     opened = open_again(self._meeting, self.members, self.liveness, self.device, *self.transports)
+                well = True
             except ServerLostError as lost:
                 logger.info("one more: %s", lost)
-                opened, well = None, False
             except NOT_OPENED as error:
                 if not (new := [one for one in self.members.servers if one not in before.servers]):
                     raise
                 for number in new:
                     self.link.lose(number, f"it came, and could not be reached by a transport: {error}")
-                opened, well = None, False
             if not (agreed := self._all(well)) and opened is not None:
                 self._given_up.append(opened.transport.abandon())
         self.liveness.idle_after = idle_after
