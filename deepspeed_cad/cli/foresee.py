@@ -244,8 +244,7 @@ def draw(
         # Of hosts that differ, the smallest stands for all.
         size = setting.cluster.per_host if args.ranks_per_node else HOST
         other = replace(setting, cluster=Cluster(ranks, min(ranks, size), setting.machine))
-        of_row = args.batch if args.packing in ("none", *DEALT) else 1
-        need = other.seats * context * of_row * args.micro_batches * (SWEEP_STEPS + 1)
+        need = other.seats * context * args.batch * args.micro_batches * (SWEEP_STEPS + 1)
         # Where the data ends it begins again: the curve is about its lengths.
         data = lengths * (1 + need // sum(min(length, context) for length in lengths))
         rows = Rows(context, args.packing, args.micro_batches, args.batch)
@@ -298,6 +297,7 @@ def check_options(args: argparse.Namespace) -> None:
             args.packing in DEALT and args.micro_batches > 1,
             f"micro-batches with --packing {args.packing}, which says how many there are; leave it out",
         ),
+        (args.batch > 1 and args.packing not in ("none", *DEALT), f"batch for --packing {args.packing}: it fills rows"),
         (args.recompute_attention and args.pipeline > 1, "recompute-attention with --pipeline, which CAD refuses"),
         (args.cost != "pairs" and not Path(args.cost).is_file(), f"cost: there is no file {args.cost}"),
     ):
