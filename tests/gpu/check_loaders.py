@@ -79,6 +79,8 @@ def epoch(
     """Train an epoch; the odd rank does what the settings say. Gives index and loss of every batch trained."""
     for i, batch in enumerate(islice(batches, settings.get("stop"))):
         batch = {name: value.to(place.device) for name, value in batch.items()}
+        if odd and settings.get("move") == i:
+            batch["position_ids"] = 2 * batch["position_ids"]  # behind the loader, which announced what they were
         model.zero_grad()
         if odd and settings.get("evaluate"):
             model.eval()
