@@ -62,7 +62,7 @@ def numbers_of(group: Group, liveness: Liveness | None, value: int) -> list[int]
     into = [torch.zeros(1, dtype=torch.int64) for _ in range(size_of(group))]
     work = dist.all_gather(into, torch.tensor([value]), group=processes, async_op=True)
     if liveness is not None:
-        liveness.patiently(work.is_completed, OPENING, with_servers=servers)
+        liveness.patiently(work.get_future().done, OPENING, with_servers=servers)
     with Liveness.watch(liveness, OPENING, with_servers=servers):
         work.wait()
     return [int(one) for one in into]

@@ -239,7 +239,7 @@ class SurvivingServers(ReservedServers):
                 if not well:
                     self._meeting.root.set(f"called/{self.generation}", "1")
                 work = dist.all_reduce(said, dist.ReduceOp.MIN, group=self._trainers, async_op=True)
-                self.liveness.patiently(work.is_completed, TRAINERS)
+                self.liveness.patiently(work.get_future().done, TRAINERS)
                 work.wait()
         return bool(said)
 

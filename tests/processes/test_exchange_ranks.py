@@ -1,5 +1,6 @@
 """Exchanges of real ranks: which belong together, transfers that correct links, the job's store and its hosts."""
 
+import os
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -66,8 +67,7 @@ def _leaves_out(rank: int, world: int, lengths: list[list[int]], seed: int, wait
 def test_exchanges_of_different_moments_are_not_taken_for_each_other(
     workers: WorkerPool, lengths: list[list[int]], seed: int, waits: bool
 ) -> None:
-    errors, _ = workers.try_run(_leaves_out, 3, lengths, seed, waits)
-    for rank, error in enumerate(errors):
+    for rank, error in enumerate(workers.try_run(_leaves_out, 3, lengths, seed, waits)[0]):
         assert error is not None and error[0] == "CADPeerError", (rank, error)
         assert f"rank {rank} stopped: ranks meet in different exchanges" in error[1], error[1]
         assert "rank 1 is in the dispatch in the forward of micro-batch 18, layer 0" in error[1], error[1]
@@ -93,10 +93,8 @@ def _correct(rank: int, world: int) -> tuple[str, Any]:
 
 
 def test_transfers_correct_the_links_of_all_ranks(workers: WorkerPool) -> None:
-    first, second = workers.run(_correct, 2)
-    assert first == second
-    source, now = first
-    assert source == "measured, corrected" and 0 < now.inside < 1e12, "small transfers are slow ones"
+    (source, now), second = workers.run(_correct, 2)
+    assert (source, now) == second == ("measured, corrected", now) and 0 < now.inside < 1e12, "small ones are slow"
 
 
 def _train_on_a_tcp_store(rank: int, world: int, port: int) -> float:
@@ -115,8 +113,6 @@ def test_the_time_out_of_the_job_stays(workers: WorkerPool) -> None:
 
 def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:
     """As on two hosts, of which one has three ranks that do not follow each other."""
-    import os
-
     os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 1 else "3"
     with mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: 5 if rank == 1 else 9):
         return _train(rank, 1, {"recompute_attention": True}).plans.crew.hosts.tolist()

@@ -8,6 +8,8 @@ import training
 from pool import WorkerPool
 
 import deepspeed_cad
+from deepspeed_cad.exchange.failure.board import open_board
+from deepspeed_cad.exchange.group import numbers_of
 
 LENGTHS = {
     2: [[260], [40, 30, 9, 1, 50]], 3: [[130, 70], [], [31, 33, 5]], 4: [[300, 20], [64] * 3, [7] * 20, [1, 1, 120]],
@@ -32,9 +34,8 @@ def _train(rank: int, world: int, block: dict[str, Any], checkpoint: str | None,
 
 def _even_and_not(rank: int, world: int, overlap: str) -> list[int]:
     """Exchanges of micro-batches of which only the second has anything to move."""
-    reference = training.tiny_llama()
-    model = deepspeed_cad.apply(training.tiny_llama(), training.BLOCK | {"overlap": overlap})
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    reference, model = training.tiny_llama(), training.tiny_llama()
+    training.checkpointed(deepspeed_cad.apply(model, training.BLOCK | {"overlap": overlap}), True)
     counts = []
     for lengths in ([70, 26], LENGTHS[world][rank], [96]):
         training.step_as_alone(model, reference, training.documents(lengths, seed=rank))
@@ -72,7 +73,10 @@ def test_checkpointing(workers: WorkerPool, checkpoint: str, overlap: str, recom
 
 
 def _profiled(rank: int, world: int) -> dict[str, Any]:
+    board = open_board(torch.distributed.group.WORLD, rank, world)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            assert [numbers_of(torch.distributed.group.WORLD, board, one) for one in range(300)][-1] == [299] * world
         return _train(rank, world, {}, "non-reentrant", 3)
 
 
