@@ -55,7 +55,7 @@ class MemoryLimit:
         self.given = None if given is None else given * 2**30
         self.device, self.share, self._members = device, share, members
         self._has_trained, self._pauses = has_trained, pauses
-        self.most_needed = 0.0
+        self.most_needed = self._peak = 0.0
         self._lacked = float("inf")
         self.now = NO_LIMIT if self.given is None else Limit(self.given, 'the key "memory"')
 
@@ -67,14 +67,14 @@ class MemoryLimit:
             left, whole = torch.cuda.mem_get_info(self.device)
             most = min(most, self.share * whole)
             if self._has_trained() and not self._pauses():
-                # Kept by torch and needed by no step so far: given back where somebody else asks for it.
-                unused = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
+                # What torch keeps above its peak is given back where somebody asks for it. Scripts may reset that peak.
+                self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
+                unused = torch.cuda.memory_reserved(self.device) - self._peak
                 free = max(1, int(max(left + unused + self.most_needed - MARGIN * whole, self.most_needed)))
         return np.array([0 if most == float("inf") else max(1, int(most)), free], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
-        sizes, free = reports.T
-        self.now = NO_LIMIT
+        (sizes, free), self.now = reports.T, NO_LIMIT
         if (sizes > 0).any():
             size = int(sizes[sizes > 0].min())
             source = 'the key "memory"'
