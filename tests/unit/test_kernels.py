@@ -100,8 +100,11 @@ def test_on_the_cpu_auto_takes_torch_math_and_says_why_on_rank_0_at_debug(caplog
         assert choose("auto", need(), rank=1).name == "torch_math"
         assert not caplog.records
         assert choose("auto", need()).name == "torch_math"
-    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
-    assert all(name in caplog.text for name in names())
+        assert all(name in caplog.text for name in names())
+        for kernel in KERNELS[2:]:
+            registry._say(kernel, need(device=torch.device("cuda")), ["x: y"])
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO, logging.INFO, logging.WARNING]
+    assert caplog.messages[1] == "core attention runs on torch_varlen for heads of 64, bfloat16 (x: y)"
 
 
 def test_a_kernel_asked_for_by_name_is_refused_with_its_reason() -> None:
@@ -146,32 +149,31 @@ def test_refusals_name_what_is_missing(
             assert text in reason and bool(text) == bool(reason), (kernel.name, reason)
 
 
-def test_every_backend_is_tried() -> None:
-    found = {name: (works, detail) for name, works, detail in try_all(CPU)}
-    assert found["torch_math"][0]
-    assert not found["flash_attn_4"][0] and "NVIDIA" in found["flash_attn_4"][1]
-
-
-def test_a_backend_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = TorchMath()
-    broken.name, broken.forward = "broken", mock.Mock(side_effect=RuntimeError("no kernel image\nmore"))  # type: ignore
-    monkeypatch.setattr(registry, "KERNELS", (broken,))
-    assert try_all(CPU) == [("broken", False, "RuntimeError: no kernel image")]
+def test_every_backend_is_tried_and_one_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(name, works, "NVIDIA" in detail) for name, works, detail in try_all(CPU)]
+    assert found == [*((name, False, True) for name in names()[:-1]), ("torch_math", True, False)]
+    one, other = TorchMath(), TorchMath()
+    one.forward = mock.Mock(side_effect=RuntimeError("no kernel image\nmore"))  # type: ignore[method-assign]
+    other.backward = lambda *given: (torch.tensor(float("inf")),)  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(registry, "KERNELS", (one, other))
+    said = ["RuntimeError: no kernel image", "gives numbers that are not finite"]
+    assert try_all(CPU) == [("torch_math", False, text) for text in said]
 
 
 @pytest.mark.parametrize("version", ["2.3.6", "2.5.6", "2.5.9.post1", "2.6.0", "2.6.1", "2.8.3.post1+cu12", "10.0", ""])
 def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(flash, "try_import", lambda name: (types.ModuleType(name), ""))
-
-    monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=[version or metadata.PackageNotFoundError]))
-    reason = FlashAttention2().refuse(need(device=torch.device("cuda", 0)))
-    if version in ("2.6.1", "2.8.3.post1+cu12", "10.0"):
-        assert reason is None
-    else:
-        number = version.removesuffix(".post1") or "of unknown version"
-        assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
+    module = types.SimpleNamespace(**({"__version__": version} if version else {}))
+    monkeypatch.setattr(flash, "try_import", lambda name: (module, ""))
+    for told in (version or metadata.PackageNotFoundError, metadata.PackageNotFoundError):
+        monkeypatch.setattr(metadata, "version", mock.Mock(side_effect=[told]))
+        reason = FlashAttention2().refuse(need(device=torch.device("cuda", 0)))
+        if version in ("2.6.1", "2.8.3.post1+cu12", "10.0"):
+            assert reason is None
+        else:
+            number = version.removesuffix(".post1") or "of unknown version"
+            assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,40 +192,59 @@ def test_a_library_without_what_is_called_is_refused(monkeypatch: pytest.MonkeyP
         assert said in str(FlashAttention4().refuse_more(need(), (9, 0)))
 
 
-@pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention4()], ids=("2", "4"))
+@pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention4(), TorchVarlen()], ids=("2", "4", "torch"))
 @pytest.mark.parametrize("first", [(None,) * 4, ()], ids=("old", "new"))
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window, softcap", [(None, 2.0), (5, None)])
 def test_libraries_get_and_give_what_they_name(
-    kernel: Any, first: tuple[None, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+    kernel: Any, first: tuple[None, ...], window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins; old versions of 2 give six things back, and 4 writes all where it is told."""
-    math, rule, sequences = TorchMath(), MaskRule(0.3, window, 2.0), sequences_of([(3, 9), (4, 4)])
+    softcap = None if isinstance(kernel, TorchVarlen) else softcap
+    math, rule, sequences = TorchMath(), MaskRule(0.3, window, softcap), sequences_of([(3, 9), (4, 4)])
 
-    def read(cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, causal: bool, left: int, softcap: float) -> tuple:
-        assert causal == (window is None)
-        return Sequences(cu_q.numpy(), cu_k.numpy(), cu_q, cu_k, 4, 9), MaskRule(
-            scale, None if causal else left + 1, softcap
-        )
+    def read(cu_q, cu_k, max_q, max_k, scale, causal, left, right, softcap=None):  # type: ignore[no-untyped-def]
+        assert causal == (window is None) and (max_q, max_k) in ((4, 9), 2 * (flash.ONE_TILE + 1,))
+        assert {left, right} <= {-1, None} if causal else right == 0
+        rule = MaskRule(scale, None if causal else left + 1, softcap or None)
+        return Sequences(cu_q.numpy(), cu_k.numpy(), cu_q, cu_k, 4, 9), rule
 
-    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap):  # type: ignore[no-untyped-def]
-        given = read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size[0], softcap)
-        o, lse = math.forward(q, k, v, *given)
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+                softcap, dropout_p, alibi_slopes, return_softmax):  # type: ignore[no-untyped-def]  # fmt: skip
+        assert (dropout_p, alibi_slopes, return_softmax) == (0, None, False)
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        o, lse = math.forward(q, k, v, *read(*lengths, softmax_scale, causal, *window_size, softcap))
         return (o, *first, lse.t()) if first else (o, lse.t(), None, None)
 
-    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,
-                 window_size_left, softcap):  # type: ignore[no-untyped-def]  # fmt: skip
-        given = read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left, softcap)
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                 softmax_scale, causal, window_size_left, window_size_right, softcap, dropout_p, alibi_slopes,
+                 deterministic):  # type: ignore[no-untyped-def]  # fmt: skip
+        assert (dropout_p, alibi_slopes, deterministic) == (0, None, False)
+        mask = softmax_scale, causal, window_size_left, window_size_right, softcap
+        given = read(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *mask)
         for into, x in zip((dq, dk, dv), math.backward(dout, q, k, v, out, softmax_lse.t(), *given)):
             into.copy_(x)
 
     def cute(q, k, v, *kept, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
              window_size_left, window_size_right, softcap, **into):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert min(max_seqlen_q, max_seqlen_k) > flash.ONE_TILE and window_size_right == (None if causal else 0)
-        given = read(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size_left, softcap)
+        mask = softmax_scale, causal, window_size_left, window_size_right, softcap
+        given = read(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *mask)
         if not kept:
             into["out"][:], into["lse"].t()[:] = math.forward(q, k, v, *given)
             return
+        assert into["deterministic"] is False and softcap is not None
         into["dq"][:], into["dk"][:], into["dv"][:] = math.backward(kept[1], q, k, v, kept[0], kept[2].t(), *given)
+
+    def aten(*given, scale, window_size_left=None, window_size_right=None):  # type: ignore[no-untyped-def]
+        *tensors, cu_q, cu_k, max_q, max_k, dropout, causal = given[: 9 if len(given) == 10 else 12]
+        lengths = read(cu_q, cu_k, max_q, max_k, scale, causal, window_size_left, window_size_right)
+        assert dropout == 0 and (given[9:] == (False,) or [x.tolist() for x in given[12:]] == [[0, 0]] * 2)
+        if len(tensors) == 3:
+            o, lse = math.forward(*tensors, *lengths)
+            return o, lse.t(), *first
+        return math.backward(*tensors[:5], tensors[5].t(), *lengths)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten)
 
     module = types.SimpleNamespace(_flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward)
     monkeypatch.setattr(flash, "try_import", lambda name: (module, "") if name == FlashAttention2.module else None)
