@@ -21,19 +21,22 @@ from transformers import AutoConfig
 from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
 from deepspeed_cad.ahead.gather import State
-from deepspeed_cad.attention.layer import LayerKind
+from deepspeed_cad.attention.layer import LayerKind, kernel_need
+from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
-from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
 from deepspeed_cad.pipeline import engine as engines
+from deepspeed_cad.pipeline import plans as plans_room
 from deepspeed_cad.pipeline.data import Reader, read_micro_batch
 from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
-from deepspeed_cad.pipeline.plans import Place, StepPlans, gather_documents, key_of, tick_cost
+from deepspeed_cad.pipeline.plans import Place, PlannedPhase, StepPlans, gather_documents, key_of, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.pipeline.step import PipelineBinding
 from deepspeed_cad.planner import HeadShape
+from deepspeed_cad.planner.plan import PlanInput
 from deepspeed_cad.session import Session
 from deepspeed_cad.shares import Shares
 
@@ -101,11 +104,8 @@ def test_neighbours_exchange_what_each_needs_and_never_wait_in_a_circle(stages: 
 
 
 @pytest.mark.parametrize("layers, ticks", [
-    ([[FULL] * 3, [FULL] * 3], 3),
-    ([[FULL] * 3, [FULL] * 2, []], 3),
-    ([[FULL, WINDOW] * 2, [WINDOW, FULL] * 2], 5),
-    ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4),
-    ([[], []], 0),
+    ([[FULL] * 3, [FULL] * 3], 3), ([[FULL] * 3, [FULL] * 2, []], 3), ([[FULL, WINDOW] * 2, [WINDOW, FULL] * 2], 5),
+    ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4), ([[], []], 0),
 ], ids=["alike", "unequal", "shifted", "turned", "none"])  # fmt: skip
 def test_ticks_hold_the_layers_of_every_stage_in_order(layers: list[list[LayerKind]], ticks: int) -> None:
     program = merge_stages(layers)
@@ -165,9 +165,41 @@ def test_a_stage_without_a_micro_batch_has_no_rows(session: Session) -> None:
     given = [[segments_from_cumulative([0, tokens], tokens) for tokens in (9, 5)]]
     places, program = [Place(0, 0), Place(1, 0)], (ProgramTick(FULL, (0, 1)),)
     steps = StepPlans(session.plans, places, program, lambda: None, Rounds(2, 2), 0)
+    assert not steps.known, "a loader ended"
+    with pytest.raises(CADError, match="a step of the pipeline is planned that a loader did not reach"):
+        steps.take(0, False)
     rows = [steps._layout(given, round_, False, (0, 1)).tokens.tolist() for round_ in range(3)]
     assert rows == [[9, 0], [5, 9], [0, 5]]
     assert steps._layout(given, 1, False, (1,)).tokens.tolist() == [0, 9]
+
+
+@pytest.mark.parametrize("links", [None, (2e9, 1e9)])
+def test_what_plans_of_ticks_depend_on(session: Session, monkeypatch: pytest.MonkeyPatch, links: Any) -> None:
+    plans = session.plans
+    plans.config = replace(plans.config, tolerance=0.07, granularity=32, waves=3)
+    plans.crew = replace(plans.crew, hosts=np.array([4, 5]), transport=MagicMock())
+    monkeypatch.setattr(plans_room, "make_plan", vars)
+    cost = (plans.cost if links is None else plans.cost.with_links(*links)).cost_for(SHAPE)
+    for backward in (False, True):
+        found = StepPlans._plan_tick(MagicMock(_links=links, plans=plans), backward, "a tick", key_of(WINDOW))  # type: ignore[arg-type]
+        given: Any = "a tick", SHAPE, tick_cost(cost, backward), 1024, 0.07, 32
+        assert found == vars(PlanInput(*given, hosts=plans.crew.hosts, waves=(3,)))
+
+
+@pytest.mark.parametrize("overlap, beside", [("none", True), ("auto", False)])
+def test_what_a_call_in_a_tick_is_made_of(overlap: str, beside: bool) -> None:
+    kind = LayerKind(HeadShape(32, 8, 192, 128, 2), MaskRule(1.0, 1024), torch.bfloat16)
+    binding, part = MagicMock(program=(None, ProgramTick(kind, (0, 1)))), MagicMock()
+    session, schedule = binding.session, part.schedule.return_value
+    session.config.overlap, session.device, schedule.beside = overlap, torch.device("cpu"), beside
+    assert vars(PipelineBinding._setup(binding, PlannedPhase(7, {(0, 1): part}, part), 1, "layer 4")) == vars(CallSetup(
+        schedule, session.kernel.return_value, part.transport, kind.rule,
+        Modes(overlap != "none", parking=session.parking, results_travel=True), part.counts, label="layer 4",
+        aside=part.aside if beside else None, turn=7, layer=1,
+    ))  # fmt: skip
+    need = KernelNeed(session.device, torch.bfloat16, 192, 128, 4, window=True)
+    assert (part.schedule.mock_calls, session.kernel.mock_calls) == ([call(key_of(kind), 0)], [call(need)])
+    assert kernel_need(kind, need.device, deterministic=True) == replace(need, deterministic=True)
 
 
 def test_keys_cost_backward() -> None:
@@ -180,15 +212,12 @@ def test_keys_cost_backward() -> None:
 
 
 # Which models `to_pipeline` cuts: those that are embedding, layers, norm and head, and nothing else.
-
-
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 @pytest.mark.parametrize("kind, changes, words", [
     ("granite", {"embedding_multiplier": 12.0}, "it does more"),
-    ("gemma2", {"final_logit_softcapping": 1.0}, "it does more"),
-    ("cohere", {"logit_scale": 0.25}, "it does more"),
+    ("gemma2", {"final_logit_softcapping": 1.0}, "it does more"), ("cohere", {"logit_scale": 0.25}, "it does more"),
     ("starcoder2", {"embedding_dropout": 0.1, "residual_dropout": 0.0}, "it does more"),
     ("qwen3_moe", {**MOE, "output_router_logits": True}, "output_router_logits"),
     *((kind, {}, "") for kind in ("llama", "qwen3", "mistral", "qwen2", "phi3", "olmo2")),
@@ -247,6 +276,17 @@ def test_a_micro_batch_that_cannot_be_read_is_an_error_when_it_is_due() -> None:
     assert first.documents.local.tokens == 4
 
 
+@pytest.mark.parametrize("mine", ["ab", "ac", "abc", None])
+@pytest.mark.parametrize("rounds, others, known", [(4, 1, True), (5, 1, True), (4, 0, True), (4, 1, False)])
+def test_a_step_that_was_planned_ahead_is_the_next_one(mine: Any, rounds: Any, others: int, known: bool) -> None:
+    """All ranks have what they had then: an evaluation may have taken it, and a loader may have ended."""
+    binding, plans = MagicMock(_steps=itertools.count(3)), MagicMock(rounds=4, known=known)
+    binding.session.worker.run = lambda job: job()
+    binding.session.gatherer.gather = lambda subject, value: [SimpleNamespace(value=one) for one in (value, others)]
+    is_next = PipelineBinding._is_next(binding, list("ab"), plans, mine and list(mine), rounds)
+    assert is_next is ((mine, rounds, others, known) == ("ab", 4, 1, True))
+
+
 @pytest.mark.parametrize("state", ["state_dict", None])
 def test_a_loader_that_has_a_state_is_not_read_ahead(state: str | None) -> None:
     binding = MagicMock(program=(), engine=SimpleNamespace(training_dataloader=None))
@@ -267,11 +307,6 @@ def test_work_of_layers_counts_visited_experts_only() -> None:
 
 
 # What a pipeline's engine does around a step or an evaluation that fails: the other ranks must hear of it.
-
-
-pytest.importorskip("deepspeed")
-
-
 @pytest.mark.parametrize("make", [engines._make_train_batch, engines._make_eval_batch], ids=["step", "evaluation"])
 @pytest.mark.parametrize(
     ("error", "tells"), [(OSError("the disk is gone"), True), (StopIteration("the loader ended"), False)]
@@ -283,19 +318,13 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
     with pytest.raises(type(error)):
         make(binding, lambda *_, **__: None)(iter([]))
     assert binding.stop.call_args_list == ([call(error)] if tells else [])
-
-
-def test_a_step_ends_with_the_comparison_of_plans() -> None:
-    binding = MagicMock()
-    binding.end_step.side_effect = error = CADError("ranks made different plans")
+    later = MagicMock(**{"end_step.side_effect": CADError("ranks made different plans")})
     with pytest.raises(CADError, match="different plans"):
-        engines._make_train_batch(binding, lambda: 1.0)()
-    assert binding.stop.call_args_list == [call(error)]
+        engines._make_train_batch(later, lambda: 1.0)()
+    assert later.stop.call_args_list == [call(later.end_step.side_effect)]
 
 
 # What CAD does not combine with, and micro-batches that do not fit
-
-
 def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
     module = SimpleNamespace(topology=lambda: topology, parts=parts)
@@ -322,19 +351,39 @@ IDS = torch.arange(4)[None]
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
     (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),
     (read_micro_batch, [((IDS, IDS), torch.full_like(IDS, -100)), True], "all labels of a micro-batch are -100"),
+    (read_micro_batch, [((IDS, IDS), ("a", None)), True], "a micro-batch has no labels"),
+    (read_micro_batch, [{"labels": IDS}, True], "has no input_ids, only labels"),
+    (read_micro_batch, ["ab", False], "the loader gave a str; a pipeline needs pairs"),
+    (read_micro_batch, [(IDS,), False], "the loader gave a tuple; a pipeline needs pairs"),
+    (read_micro_batch, [((IDS, "positions"), None), False], "inputs of the pipeline are a tuple; expected token ids"),
+    (read_micro_batch, [((), None), False], "inputs of the pipeline are a tuple; expected token ids"),
+    (read_micro_batch, [((IDS, IDS[0]), None), False], r"has shape \(4,\) and type torch.int64; .* of shape \(1, 4\)"),
+    (read_micro_batch, [((IDS, IDS.double()), None), False], r"has shape \(1, 4\) and type torch.float64"),
+    (read_micro_batch, [((IDS, IDS > 0), None), False], "and type torch.bool; expected"),
+    (read_micro_batch, [((IDS, IDS + 3), None), False], "starts at position 3: in a pipeline every"),
+    (read_micro_batch, [{"input_ids": IDS, "attention_mask": IDS.clamp(max=1)}, False], "1 tokens .* are padding"),
 ])  # fmt: skip
 def test_what_a_pipeline_cannot_have(refuse: Callable[..., Any], given: list[Any], words: str) -> None:
     with pytest.raises(CADError, match=words):
         refuse(*given)
 
 
-@pytest.mark.parametrize(("tokens", "ids", "words"), [(8, 1, "8 tokens in 1"), (9, 2, "other ones")])
-def test_first_and_last_stage_load_the_same(tokens: int, ids: int, words: str) -> None:
+@pytest.mark.parametrize("tokens, ids, count, replicas, words", [
+    (8, 1, 1, [[0], [1]], "9 tokens in 1 documents on the first stage and 8 tokens in 1"),
+    (9, 2, 1, [[0], [1]], "on the first stage and as many, but other ones,"),
+    (9, 1, 2, [[0], [1]], r"replicas have \[1\] micro-batches in this step; expected 2 of each"),
+    (0, 1, 1, [[0, 1]], r"ranks 0, 1 divide the heads of a stage, but load \[1, 0\] micro-batches"),
+    (9, 1, 1, [[0], [1]], ""),
+])  # fmt: skip
+def test_first_and_last_stage_load_the_same(
+    tokens: int, ids: int, count: int, replicas: list[list[int]], words: str
+) -> None:
     mine = [Announcement(LocalSegments(*np.array([[0], [9], [0]]), 9), ids=1)]
-    others = [Announcement(LocalSegments(*np.array([[0], [tokens], [0]]), tokens), ids=ids)]
+    others = [Announcement(LocalSegments(*np.array([[0], [tokens], [0]]), tokens), ids=ids)] * (tokens > 0)
     said = [SimpleNamespace(state=State.GOING, payload=StepMessage(one).to_array()) for one in (mine, others)]
     gatherer: Any = SimpleNamespace(
-        gather=lambda *_, **__: said, shares=SimpleNamespace(replicas=np.array([[0], [1]]), members=[0, 1])
+        gather=lambda *_, **__: said, shares=SimpleNamespace(replicas=np.array(replicas), members=[0, 1])
     )
-    with pytest.raises(CADDataError, match=f"on the first stage and .*{words}"):
-        gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 1, 1)
+    with pytest.raises(CADDataError, match=words) if words else nullcontext():
+        ((one,),) = gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 1, count) or [[None]]
+        assert one is not None and one.same_as(mine[0].local)
