@@ -19,6 +19,7 @@ from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanK
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
 from deepspeed_cad.attention.setup import CallCounts, Modes
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
+from deepspeed_cad.feedback.layer_times import StretchTimes
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.kernels.torch_math import TorchMath
 from deepspeed_cad.layout import Layout, Tick
@@ -30,11 +31,10 @@ FULL, WINDOW = PlanKey(None, SHAPE), PlanKey(3, SHAPE)
 LABEL = "Attention of layer 3"
 
 
-def plan_of(tick: Tick, server: int = 0) -> Plan:
+def plan_of(tick: Tick, server: int = 0, load: float = 0.0) -> Plan:
     """Every segment of a tick whole, on one server."""
     rows = [(d, begin, end, 0, GROUPS, server) for d, begin, end, _, _ in tick.query.to_array()]
-    nothing = np.zeros(1, np.int64)
-    return Plan(np.array(rows, np.int64).reshape(-1, 6), nothing, nothing, nothing, nothing)
+    return Plan(np.array(rows, np.int64).reshape(-1, 6), *[np.full(1, load)] * 4)
 
 
 class Said(list[tuple[int, str]]):
@@ -97,6 +97,28 @@ def test_waves_that_memory_asks_for_run_in_turn(limit: float, waves: int, planne
     assert (setup.aside is one.aside) is beside
 
 
+@pytest.mark.parametrize("lengths, trainers, meets", [([6, 4], 2, True), ([6, 0], 2, False), ([6, 0], 1, True)])
+def test_who_is_met_and_what_is_timed(lengths: list[int], trainers: int, meets: bool) -> None:
+    """Servers take part where nothing moves, too; between two nano-batches in turn lies attention of the other one."""
+    orders = mock.Mock()
+    one = micro_batch(
+        [[n] if n else [] for n in lengths], orders=orders, loaded=np.zeros(trainers), speeds=np.array([0.5, 2.0]),
+        stretch_times=StretchTimes(),
+    )  # fmt: skip
+    one.transport = transport = mock.Mock()
+    one.plan_all([FULL])
+    one.planned[FULL, 0] = planned = replace(one.planned[FULL, 0], plan=plan_of(one.ticks[0], load=3.0))
+    assert orders.plan.call_args_list == [mock.call(FULL, 0, mock.ANY, planned.cut)]
+    for returns, part, interleaved, timed in (
+        (True, None, False, True), (False, None, False, False), (True, 0, False, False), (True, 0, True, True),
+    ):  # fmt: skip
+        mask = MaskDescriptor(one, None, lambda *_: TorchMath(), Modes(returns=returns), part, interleaved)
+        setup = mask._set_up(3, FULL, None, None, MaskRule(1.0), LABEL, False)  # type: ignore[arg-type]
+        assert setup.transport is (transport if meets else None) and (setup.stretches is not None) == timed
+        assert setup.load == (1.5 if part is None else 0.0) and setup.orders is orders.call.return_value
+        assert orders.call.call_args == mock.call((3, 0), FULL, None, MaskRule(1.0), mask.modes, False)
+
+
 def descriptor(one: MicroBatch) -> MaskDescriptor:
     return MaskDescriptor(one, None, lambda *_: TorchMath(), Modes())
 
@@ -133,7 +155,7 @@ def test_mistakes_name_the_layer(at: list[int] | None) -> None:
 def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
     """A document goes on in the second nano-batch; one may be empty, and then the model runs on a row whose output
     is dropped. Where they cannot alternate a layer attends both in turn."""
-    one, given, module = micro_batch([[3, 7]], [at], aside=object()), inputs(1, 10), torch.nn.Module()
+    one, given, module = micro_batch([[3, 7]], [at], aside=object(), turn=7), inputs(1, 10), torch.nn.Module()
     whole, order = descriptor(one), []
 
     def half(nano_batch: int) -> torch.Tensor:
@@ -161,13 +183,11 @@ def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
     assert one.counts.forwards == 2 and not one._first_keys
     for i in range(2):
         setup = one._calls[module, i].setup
-        assert (setup.nano_batch, setup.label, setup.aside) == (i, LABEL, one.aside)
+        assert (setup.nano_batch, setup.label, setup.aside, setup.turn, setup.layer) == (i, LABEL, one.aside, 7, 0)
         assert setup.schedule is one.schedule(one.keys[0], i)
 
 
 # What a layer passes to its attention: the same kind, whoever runs it
-
-
 def heads(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q and K in fp32, as rotary embeddings leave them under autocast, V in `dtype`; [B, heads, S, D]."""
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
@@ -243,8 +263,9 @@ def test_a_scale_that_is_learned_and_a_broken_window_are_refused() -> None:
     with pytest.raises(CADUnsupportedError, match="softmax_scale is learned"):
         read(module, *heads(), None, learned, 0.0, None, None, {})
     assert read(module, *heads(), 1, None, 0.0, None, None, {}).rule.window == 1
-    with pytest.raises(CADDataError, match="window is 2.5"):
-        read(module, *heads(), 2.5, None, 0.0, None, None, {})
+    for wrong in (2.5, 0):
+        with pytest.raises(CADDataError, match=f"window is {wrong}; expected at least 1"):
+            read(module, *heads(), wrong, None, 0.0, None, None, {})
     with pytest.raises(CADDataError, match="are torch.float16, torch.float32, torch.float32; expected one dtype"):
         q, *others = heads()
         read(module, q.half(), *others, None, None, 0.0, None, None, {})
