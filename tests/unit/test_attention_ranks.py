@@ -6,6 +6,7 @@ import gc
 import types
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import cases
@@ -138,10 +139,21 @@ def test_local_batches_hide_both_ways(local_first: bool) -> None:
     tasks = np.array([(0, 0, 30, 0, GROUPS, 0), (1, 0, 10, 0, GROUPS, 1), (2, 0, 20, 0, GROUPS, 0)])
     log: list[str] = []
     ranks = Ranks(layout, PLAIN, Modes(local_first), kernel=Logging(log), log=log, tasks=[tasks])
+    spans: list[Any] = []
+    ranks.counts[0].tracer = types.SimpleNamespace(span=lambda *given: spans.append(given) or nullcontext())  # type: ignore[assignment]
     outputs = ranks.forward()
     forward = log[:]
     log.clear()
     ranks.backward(outputs)
+    names = [
+        "dispatch",
+        *(["local", "wait"] if local_first else ["wait", "local"]),
+        "served",
+        "return",
+        "local",
+        "wait",
+    ]
+    assert spans == [(name, 0, "layer on rank 0", way, False) for way in (False, True) for name in names]
     start, end, idle = ["dispatch"] * 2, ["wait back"] * 2, ["wait out", "served", "give_back"]
     begin = ["local", "wait out"] if local_first else ["wait out", "local"]
     busy = [*begin, "served", "give_back", "local"]

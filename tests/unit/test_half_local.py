@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_ranks import CPU, DIM, GROUPS, HEADS, Ranks
 
-from deepspeed_cad.attention.device_schedule import upload_schedule
+from deepspeed_cad.attention.device_schedule import share_out, upload_schedule
 from deepspeed_cad.attention.forward import Kept
 from deepspeed_cad.attention.setup import Modes
 from deepspeed_cad.kernels.interface import MaskRule
@@ -58,6 +58,19 @@ def test_two_streams_run_every_batch() -> None:
     ]
     schedule = schedule_rank(tick, build_slices(tick, np.array([*tasks, (1, 0, 4, 0, 4, 1)])), 0, 4)
     assert len(upload_schedule(schedule, CPU, True).all_local) == len(schedule.local) == 4
+
+
+def test_shares_of_local_batches_have_equal_work() -> None:
+    """A hundred documents of one token have 100 pairs in each of 12 head groups, one of 13 tokens has 91 in each."""
+    tick = Layout.from_rank_lengths([[13, *[1] * 100], [1]]).tick()
+    rest = [(d, 0, 1, *part) for d in range(1, 101) for part in ((0, 12, 0), (12, 13, 1))]
+    tasks = np.array([(0, 0, 13, 0, 1, 1), (0, 0, 13, 1, 13, 0), *rest, (101, 0, 1, 0, 13, 1)])
+    batches = schedule_rank(tick, build_slices(tick, tasks), 0, 13).local
+    for expected in (
+        [[(100, 0, 11)], [(100, 11, 12), (13, 1, 13)]], [[(100, 0, 8)], [(100, 8, 12), (13, 1, 5)], [(13, 5, 13)]],
+    ):  # fmt: skip
+        found = share_out(batches, len(expected))
+        assert [[(b.q_rows, b.group_begin, b.group_end) for b in part] for part in found] == expected
 
 
 @pytest.mark.parametrize("waves", [1, 2])

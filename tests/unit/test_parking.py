@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import cases
 import pytest
@@ -101,7 +102,11 @@ def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parking_room, "available_host_memory", lambda: parking_room.RESERVE + BLOCK)
     lot = Parking(CPU, 1 << 30)
     expected = f'{LABEL}: "keep": "host" needs 1024 MiB more host memory beside the 0 MiB .* and 1024 MiB is available'
-    with pytest.raises(CADError, match=expected):
+    with pytest.raises(CADError, match=expected + r" on this host \(1024 MiB are left to others\)"):
+        lot.park([numbers(3)], LABEL)
+    monkeypatch.setattr(parking_room, "available_host_memory", lambda: None)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError("none is left\nmore")))
+    with pytest.raises(CADError, match=r"and an unknown amount is available on this host \(none is left\)"):
         lot.park([numbers(3)], LABEL)
 
 
@@ -110,14 +115,12 @@ GROUP = "sys/fs/cgroup/memory"
 
 
 @pytest.mark.parametrize("files, expected", [
-    (HOST, 800 << 10),
-    ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
+    (HOST, 800 << 10), ({**HOST, f"{GROUP}.max": "max\n", f"{GROUP}.current": "5\n"}, 800 << 10),
     (
         {**HOST, f"{GROUP}.max": "5000\n", f"{GROUP}.current": "4500\n", f"{GROUP}.stat": "a 1\ninactive_file 300\n"},
         800,
     ),
-    ({f"{GROUP}/memory.limit_in_bytes": "900\n", f"{GROUP}/memory.usage_in_bytes": "100\n"}, 800),
-    ({}, None),
+    ({f"{GROUP}/memory.limit_in_bytes": "900\n", f"{GROUP}/memory.usage_in_bytes": "100\n"}, 800), ({}, None),
 ], ids=["a host", "no limit", "a control group", "one of the first version", "unknown"])  # fmt: skip
 def test_available_host_memory(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
     for name, text in files.items():
@@ -240,13 +243,13 @@ def test_what_was_served_is_away_while_a_layer_runs_again() -> None:
     kept = last.take()
     last.part_with_served()
     assert last._served.is_away and torch.equal(kept.o_THV, expected[0])
+    assert not early._served.is_away, "it never left, and nobody made it leave"
+    early.part_with_served()
     last.fetch()
-    assert not early._parcel.is_away, "the layer before is next"
+    assert not early._parcel.is_away and early._served.is_away, "the layer before is next, but for what it served"
     assert not last._served.is_away and len(kept.served) == 2
     assert all(torch.equal(x, y) for x, y in zip(kept.tensors(), expected, strict=True))
-    assert not early._served.is_away, "it never left, and nobody made it leave"
     early.take()
-    early.part_with_served()
     early.part_with_served()
     assert early._served.is_away
 

@@ -61,6 +61,7 @@ def test_every_row_lands_once(layout: Layout, groups: int, limit: float) -> None
     for rank, one in enumerate(all_ranks):
         local = layout.local(rank)
         document = np.repeat(layout.segments.document[layout.segments.rank == rank], local.end - local.begin)
+        assert np.array_equal(one.rows, np.flatnonzero(np.bincount(layout.segments.document)[document] > 1))
         name = (names[document] + local.positions()[: len(document)])[one.rows]
         rows.append(name[:, None] + 1000 * np.arange(groups))
     moved, written = 0, [np.zeros_like(one) for one in rows]
@@ -89,9 +90,17 @@ def test_every_row_lands_once(layout: Layout, groups: int, limit: float) -> None
 
 
 def test_what_does_not_fit_is_said_on_every_rank() -> None:
+    heard: list[float] = []
     for one in _all_ranks(_stream([40], 2, False), ExchangeMemory(1000.0, source='the key "memory"')):
-        with pytest.raises(CADError, match=r'Mixer of layer 3: .* rank 0 needs .* the key "memory" allows'):
+        # Two head groups of 40 rows land, and all four of the 20 rows at home; in halves one of 40, and two of 20.
+        with pytest.raises(
+            CADError, match=r'Mixer of layer 3: .* rank 0 needs 0.00122 .* the key "memory" allows 0.0009'
+        ):
             one.heads(4, ROW_BYTES, "Mixer of layer 3")
+        for limit, most, waves in ((2560, 0, 1), (2559, 0, 2), (1280, 0, 2), (1000, 1280, 2)):
+            one._memory, one._heads = ExchangeMemory(limit, most=most, needed=heard.append), {}
+            assert len(one.heads(4, ROW_BYTES)) == waves
+        assert heard[-4:] == [2560, 1280, 1280, 1280]
 
 
 @settings(max_examples=30)

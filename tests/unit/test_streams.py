@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,8 +155,9 @@ def make_call(aside: Stream, transport: NothingMoves, waves: int = 1) -> tuple[A
 
 
 def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
-    aside = Stream()
+    aside, spans = Stream(), list[Any]()
     call, inputs = make_call(aside, NothingMoves())
+    call.setup.counts.tracer = SimpleNamespace(span=lambda *given: spans.append(given) or nullcontext())  # type: ignore[assignment]
     main.work()
     o = call(*inputs)
     kernel: Any = call.setup.kernel
@@ -165,6 +166,9 @@ def test_each_stream_waits_for_what_reads_its_memory(main: Stream) -> None:
     main.work()
     o.sum().backward()
     assert kernel.streams == 2 * [main, aside, aside]
+    names = ["dispatch", "local", *(f"{name} aside" for name in ("wait", "served", "return", "local")), "wait"]
+    found = [(name + " aside" * beside, way) for name, _, _, way, beside in spans]
+    assert found == [(name, way) for way in (False, True) for name in names]
     assert main.is_after(aside) and aside.is_after(main)
     assert main.clock[id(main)] == 6, "work before each pass, a batch and a placement in each"
     # Both are idle from the end of what runs beside until results are placed: two pieces of work that time passes by.
