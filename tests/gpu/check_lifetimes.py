@@ -65,8 +65,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
 
 
 # Memory
-
-
 def compare(place: Place, case: Case) -> Found:
     """Nothing is wrong where memory is guarded, and something where it is not."""
     wrong_in(place, case, 0)  # a kernel that is launched for the first time may wait for the whole GPU
@@ -176,8 +174,6 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
 
 
 # Numbers
-
-
 def check_flags(place: Place, group: Group) -> Found:
     """Exchanges are right and in order, for streams and for a host that looks at flags, wherever their numbers are."""
     transport = probe.choose_transport("nvlink", group, place.device, place.gather, timeout_s=20.0)
@@ -219,8 +215,6 @@ def comes(reached: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 # What cases are made of
-
-
 def hold_up(place: Place, streams: list[Any], cycles: int) -> None:
     for stream in streams if place.on_gpu and cycles else ():
         with torch.cuda.stream(stream):

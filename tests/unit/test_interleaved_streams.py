@@ -289,8 +289,6 @@ def test_plans_beside_servers_choose_waves(session: Session, waves: str | int, c
 
 
 # A pass on a server: it does what a trainer's does, in the same order, and reads no order for another one
-
-
 class Logged:
     two_ways = False
 

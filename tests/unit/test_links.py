@@ -84,8 +84,6 @@ def test_links_in_words() -> None:
 
 
 # Transfers, and corrections
-
-
 START, RULE = Links(1e11, 1e10), Links(4e11, None, "of the profile")
 
 

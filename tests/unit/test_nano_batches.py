@@ -164,8 +164,7 @@ def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
 
 @pytest.mark.parametrize("first, second, says", [
     (torch.tensor(1.0), torch.tensor(2.0), r"shapes \[\] and \[\]"),
-    (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"),
-    (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
+    (torch.ones(3), torch.ones(3), r"shapes \[3\] and \[3\]"), (torch.ones(1, 3, 4), torch.ones(1, 7, 5), "shapes"),
     ((torch.ones(1, 3),), (None,), r"\[0\], a Tensor and a NoneType"),
     ({"a": object()}, {"a": object()}, '"a", a object'), ([1], [2], r"\[0\], a int"), ((1,), (1, 2), "a tuple"),
 ])  # fmt: skip
@@ -178,15 +177,10 @@ ROW, SEVERAL = RowCut(1, 10, 3), RowCut(3, 10, 10)
 
 
 @pytest.mark.parametrize("cut, shape, dim, at", [
-    (ROW, (1, 10, 4), 1, 3),
-    (ROW, (10,), 0, 3),
-    (ROW, (1, 2, 10, 4), 2, 3),
-    (ROW, (1, 2, 10), None, 0),
-    (ROW, (2, 10), None, 0),
-    (ROW, (), None, 0),
+    (ROW, (1, 10, 4), 1, 3), (ROW, (10,), 0, 3), (ROW, (1, 2, 10, 4), 2, 3), (ROW, (1, 2, 10), None, 0),
+    (ROW, (2, 10), None, 0), (ROW, (), None, 0),
     # Positions of several axes; also where there are as many rows as axes.
-    (ROW, (3, 1, 10), 2, 3),
-    (SEVERAL, (3, 3, 10), 1, 1),
+    (ROW, (3, 1, 10), 2, 3), (SEVERAL, (3, 3, 10), 1, 1),
     (SEVERAL, (3, 3, 10, 4), 0, 1),  # and as many heads
 ])  # fmt: skip
 def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at: int) -> None:
@@ -212,8 +206,7 @@ def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, 
 
 
 @pytest.mark.parametrize("change, says", [
-    (lambda decoder: None, ""),
-    (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": False}), ""),
+    (lambda decoder: None, ""), (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": False}), ""),
     (lambda decoder: decoder.gradient_checkpointing_enable({"use_reentrant": True}), "reentrant"),
     (lambda decoder: setattr(decoder.layers[1].mlp.up_proj.weight, "ds_id", 3), "ZeRO-3"),
     (lambda decoder: setattr(decoder.config, "layer_types", ["linear_attention"]), "linear_attention"),

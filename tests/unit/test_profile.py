@@ -332,8 +332,6 @@ def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_
 
 
 # Speeds of ranks: what is measured, what it is relative to, and when it is left out
-
-
 def _find(wanted: Any, took: list[float], deterministic: list[bool] | None = None) -> Any:
     """What rank 0 finds where ranks take so many seconds."""
     answers = iter([[int(one) for one in deterministic or [False] * len(took)], [round(one * 1e9) for one in took]])

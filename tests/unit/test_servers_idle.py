@@ -85,8 +85,6 @@ def test_who_is_idle_in_words() -> None:
 
 
 # Seconds in which a server attended: where calls of both nano-batches run they count once
-
-
 class Event:
     """One of a GPU, at a moment in milliseconds; it is over once `now` has come."""
 
