@@ -17,7 +17,7 @@ from deepspeed_cad.attention.layer import LayerInput, LayerKind
 from deepspeed_cad.attention.memory import ExchangeMemory
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch, PlanKey
 from deepspeed_cad.attention.nano_batches import RandomStream, ThreadState, run_alternating
-from deepspeed_cad.attention.setup import CallCounts, Modes
+from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
 from deepspeed_cad.feedback.layer_times import StretchTimes
 from deepspeed_cad.kernels.interface import MaskRule
@@ -103,7 +103,7 @@ def test_who_is_met_and_what_is_timed(lengths: list[int], trainers: int, meets: 
     orders = mock.Mock()
     one = micro_batch(
         [[n] if n else [] for n in lengths], orders=orders, loaded=np.zeros(trainers), speeds=np.array([0.5, 2.0]),
-        stretch_times=StretchTimes(),
+        stretch_times=StretchTimes(), turn=7,
     )  # fmt: skip
     one.transport = transport = mock.Mock()
     one.plan_all([FULL])
@@ -113,9 +113,10 @@ def test_who_is_met_and_what_is_timed(lengths: list[int], trainers: int, meets: 
         (True, None, False, True), (False, None, False, False), (True, 0, False, False), (True, 0, True, True),
     ):  # fmt: skip
         mask = MaskDescriptor(one, None, lambda *_: TorchMath(), Modes(returns=returns), part, interleaved)
-        setup = mask._set_up(3, FULL, None, None, MaskRule(1.0), LABEL, False)  # type: ignore[arg-type]
-        assert setup.transport is (transport if meets else None) and (setup.stretches is not None) == timed
-        assert setup.load == (1.5 if part is None else 0.0) and setup.orders is orders.call.return_value
+        setup = mask._set_up(3, FULL, None, "kernel", MaskRule(1.0), LABEL, False)  # type: ignore[arg-type]
+        call = one.schedule(FULL, 0), "kernel", transport if meets else None, MaskRule(1.0), mask.modes, one.counts
+        rest: Any = orders.call.return_value, one.stretches(0) if timed else None, 1.5 if part is None else 0.0
+        assert vars(setup) == vars(CallSetup(*call, 0, LABEL, None, 7, 3, *rest))  # type: ignore[arg-type]
         assert orders.call.call_args == mock.call((3, 0), FULL, None, MaskRule(1.0), mask.modes, False)
 
 
