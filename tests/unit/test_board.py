@@ -17,26 +17,39 @@ from deepspeed_cad.ahead.worker import Worker
 from deepspeed_cad.errors import CADPeerError, in_one_line
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
-from deepspeed_cad.exchange.failure.board import LOST, Liveness
+from deepspeed_cad.exchange.failure.board import LOST, WORDS_S, Liveness
 from deepspeed_cad.exchange.failure.patience import LATE_S, LOOK_S, PatientStore, SilentStoreError, wait_until
+
+
+@pytest.fixture()
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses take no time; its last element is now."""
+    ticks = [0.0]
+    monkeypatch.setattr(patience.time, "monotonic", lambda: ticks[-1])
+    monkeypatch.setattr(patience.time, "sleep", lambda seconds: ticks.append(ticks[-1] + seconds))
+    return ticks
+
+
+def boards(ranks: int) -> list[Liveness]:
+    store = dist.HashStore()
+    return [Liveness(store, rank, ranks) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
     ("dropped", "taken", "named"), [([3, 4], [2, 3, 4], 3), ([3], [2], None), ([], [2, 3], None), ([12], [1, 2], None)]
 )
 def test_a_rank_that_left_its_loop_is_named_by_those_who_wait(dropped: list, taken: list, named: int | None) -> None:
-    store = dist.HashStore()
-    mine, other = Liveness(store, 0, 2), Liveness(store, 1, 2)
+    mine, other = boards(2)
     for micro_batch in taken:
         mine.take(micro_batch)
-    other.drop(dropped)
+    for part in dropped[:1], dropped[1:]:
+        other.drop(part)
     said = mine.why_hopeless()
     assert said == "" if named is None else f"rank 1 left its loop before micro-batch {named}" in said
 
 
 def test_a_rank_that_stopped_or_closed_is_named() -> None:
-    store = dist.HashStore()
-    board = [Liveness(store, rank, 3) for rank in range(3)]
+    board = boards(3)
     assert board[0].why_hopeless() == "" and board[0].stopped() == ""
     board[1].report("out of memory")
     board[2].started, board[2].begun = lambda: 4, lambda: 9
@@ -44,12 +57,28 @@ def test_a_rank_that_stopped_or_closed_is_named() -> None:
     board[2].leave("its process ended", failed=True)  # later, so that it says nothing new
     both = "rank 1 stopped: out of memory; rank 2 stopped: its session was closed"
     assert [board[0].why_hopeless(*there) for there in ((), (5,), (0, 10))] == [both] * 3
-    assert [board[0].why_hopeless(*there) for there in ((4,), (0, 9))] == [both.split(";")[0]] * 2, "it took part"
+    for took_part in (4,), (0, 9), (1,), (0, 1):
+        assert board[0].why_hopeless(*took_part) == both.split(";")[0]
     board[0].announce("a file is damaged")
     board[0].close()
-    assert "rank 0 stopped: a file is damaged" in board[1].why_hopeless()
-    board[1].stop("another exchange")
-    assert board[0].stopped() == "another exchange"
+    assert "rank 0 stopped: a file is damaged" in board[1].why_hopeless() and board[1].reason(0) == "a file is damaged"
+    for one in board[1:]:
+        one.stop("another exchange")
+    assert board[0].why_hopeless() == "rank 1 stopped: out of memory; rank 2 stopped: another exchange"
+    board[1].report("x" * 9999)
+    board[0].report("x" * 9999)
+    said = [board[1].stopped(), *map(board[0].reason, range(3))]
+    assert said == ["another exchange", "x" * room.MOST, "out of memory", "another exchange"]
+
+
+def test_ranks_with_other_shares_meet_in_collectives_only() -> None:
+    """That one of them stopped ends exchanges, too: others of its replica are in these."""
+    mine, beside = boards(2)
+    mine.watched, mine.beside = [0], [1]
+    beside.close()
+    assert (mine.why_hopeless(5), mine.why_hopeless(0, 5)) == ("", "rank 1 stopped: its session was closed")
+    beside.report("out of memory")
+    assert mine.why_hopeless(5) == "rank 1 stopped: out of memory"
 
 
 def test_a_board_is_that_of_one_opening(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,32 +87,60 @@ def test_a_board_is_that_of_one_opening(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     group: Any = mock.Mock(group_name="1")
     for _ in range(2):
-        board = [room.open_board(group, rank, 2) for rank in range(2)]
-        assert board[0].why_hopeless() == ""
+        board = [room.open_board(group, rank, 2, 60.0) for rank in range(2)]
+        assert board[0].why_hopeless() == "" and board[0].store._limit_s == 30.0, "half of what ends all else"
         board[1].close()
         assert "rank 1 stopped: its session was closed" in board[0].why_hopeless()
 
 
-def test_who_died_is_named_and_not_who_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "WORDS_S", 0.2)
-    monkeypatch.setattr(patience, "LOOK_S", 0.01)
-    store = dist.HashStore()
-    board = [Liveness(store, rank, 4) for rank in range(4)]
+def test_who_died_is_named_and_not_who_lost_it(clock: list[float]) -> None:
+    board = boards(4)
     for rank in (0, 2):
         board[rank].report(f"{LOST} in the lengths")
     with pytest.raises(CADPeerError, match=r"rank 1 waited for the lengths: rank 3 died or hangs"):
         board[1].patiently(lambda: False, "the lengths")
+    assert 2 * LOOK_S + WORDS_S < clock[-1] < 2 * LOOK_S + WORDS_S + 1.0
     board[3].report("out of memory")
+    assert not board[1].only_lost()
     assert "lengths: rank 3 stopped: out of memory. First" in str(board[1].explain("the lengths", RuntimeError()))
 
 
-def boards(idle_after: int | None = 8) -> tuple[Liveness, Liveness]:
+def test_what_a_rank_sent_before_it_stopped_may_still_come(clock: list[float]) -> None:
+    mine, other = boards(2)
+    other.report("out of memory")
+    assert mine.patiently(lambda: False, "the lengths", timeout_s=0.9 * LOOK_S) is False
+    with pytest.raises(CADPeerError, match="^rank 0 waited for the lengths: rank 1 stopped: out of memory$"):
+        mine.patiently(lambda: False, "the lengths")
+    assert clock[-1] > 2.9 * LOOK_S and max(after - before for before, after in zip(clock, clock[1:])) < 1.1e-3
+    assert other.reason(0) == "waited for the lengths in vain: rank 1 stopped: out of memory"
+    other.close()
+    with pytest.raises(CADPeerError, match="^rank 1 waited for the lengths: the session was closed$"):
+        other.patiently(lambda: False, "the lengths")
+
+
+@pytest.mark.parametrize("with_servers", [True, False])
+def test_a_lost_server_is_to_blame_where_servers_take_part(clock: list[float], with_servers: bool) -> None:
+    mine, other = boards(2)
+    mine.losses = mock.Mock(**{"why.return_value": "", "wait.return_value": "server 1 ended"})
+    other.report(f"{LOST} in an exchange")
+    words = "^server 1 ended$" if with_servers else "^rank 0 waited for it: every rank lost the connection. First"
+    with pytest.raises(CADPeerError, match=words):
+        mine.patiently(lambda: False, "it", with_servers=with_servers)
+    for board, kind, said in (
+        (mine, RuntimeError, words),
+        (mine, CADPeerError, "^x$"),
+        (None, RuntimeError, "^it failed: x$"),
+    ):
+        with pytest.raises(CADPeerError, match=said), Liveness.watch(board, "it", with_servers):
+            raise kind("x")
+
+
+def blocked(idle_after: int | None = 8) -> list[Liveness]:
     """The second rank is blocked before exchange 5, in collective 9; the first has begun `idle_after` collectives."""
-    store = dist.HashStore()
-    first, second = (Liveness(store, rank, 2) for rank in range(2))
+    first, second = boards(2)
     first.idle_after, second.started = lambda: idle_after, lambda: 4
     second.block(9, "document lengths at the forward number 3")
-    return first, second
+    return [first, second]
 
 
 @pytest.mark.parametrize("exchange, idle_after, hopeless", [
@@ -96,7 +153,7 @@ def boards(idle_after: int | None = 8) -> tuple[Liveness, Liveness]:
     (0, 8, False),  # what waits is a look-ahead thread
 ])  # fmt: skip
 def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_after: int, hopeless: bool) -> None:
-    said = boards(idle_after=idle_after)[0].why_hopeless(exchange)
+    said = blocked(idle_after)[0].why_hopeless(exchange)
     assert bool(said) == hopeless
     if hopeless:
         assert "rank 1 waits for the other ranks' document lengths at the forward number 3 before it starts" in said
@@ -106,7 +163,7 @@ def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_a
 
 def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "LOOK_S", 0.02)
-    made = boards()
+    made = blocked()
 
     def wait(rank: int, *what: Any) -> str:
         with pytest.raises(CADPeerError) as caught:
@@ -182,15 +239,8 @@ def test_a_board_that_does_not_answer_ends_waits() -> None:
     board.report("stopped")
     assert "the host that holds it" in str(board.explain("an exchange", RuntimeError("timed out")))
     lost.alive.set()
-
-
-@pytest.fixture()
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses take no time; its last element is now."""
-    ticks = [0.0]
-    monkeypatch.setattr(patience.time, "monotonic", lambda: ticks[-1])
-    monkeypatch.setattr(patience.time, "sleep", lambda seconds: ticks.append(ticks[-1] + seconds))
-    return ticks
+    board.store = mock.Mock(**{"read.side_effect": RuntimeError("Broken pipe")})
+    assert board.why_hopeless().startswith("the job's store is gone") and not board.only_lost() and not board.stopped()
 
 
 @pytest.mark.parametrize(("there_s", "longest_pause_s"), [(0.0, 0.25), (1e-4, 0.25), (60.0, 0.25), (0.1, 1e-3)])
