@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from deepspeed_cad.errors import CADError, CADPeerError, ServerLostError
 from deepspeed_cad.exchange import landing, nccl
-from deepspeed_cad.exchange.failure import patience, roll_call
+from deepspeed_cad.exchange.failure import board, patience, roll_call
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import PeerGroup
@@ -41,10 +42,36 @@ def member(store: dist.Store, rank: int, ranks: int, timeout_s: float = 60.0) ->
     return RollCall(store, ranks, Alarm(rank, None, timeout_s))
 
 
-def test_a_meeting_does_not_wait_for_ever_and_names_who_is_missing() -> None:
-    one = member(dist.HashStore(), 1, 3, 0.2)
-    with pytest.raises(CADPeerError, match=r"rank 1 waited for making it: ranks \[0, 2\] did not come within 0.2 s"):
-        one.call("making it")
+def test_words_of_ranks_which_are_named_as_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks 1, 5 and 6 of the job, two have said this."""
+    store = dist.HashStore()
+    for rank, words in {1: ("=one", "=", "=no NCCL", "="), 2: ("=two", "=", "=")}.items():
+        for call, word in enumerate(words, 1):
+            store.set(f"{call}/{rank}", word)
+    monkeypatch.setattr(board, "WORDS_S", 0.0)
+    first = member(store, 0, 3, 0.2)
+    first.alarm.liveness.watched = [1, 5, 6]
+    assert first.call("making it", "zero") == ["zero", "one", "two"] and first.call("making it") == [""] * 3
+    with pytest.raises(CADError, match="^making it failed on 1 of 3 ranks. rank 5: no NCCL$"):
+        first.agree("making it", "")
+    with pytest.raises(CADPeerError, match=r"First error here: ranks \[6\] did not come within 0.2 s$"):
+        first.call("making it")
+
+
+@pytest.mark.parametrize("exchanges, words", [
+    (4, "making it: rank 1 stopped: its session was closed$"),
+    (5, r"making it: rank 1 stopped: .* First error here: ranks \[1\] did not come within 0.2 s$"),
+])  # fmt: skip
+def test_who_left_before_the_next_exchange_is_not_waited_for(
+    exchanges: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
+    store = dist.HashStore()
+    mine, other = (Liveness(store, rank, 2) for rank in range(2))
+    mine.started, other.started = lambda: 4, lambda: exchanges
+    other.close()
+    with pytest.raises(CADPeerError, match=words):
+        RollCall(store, 2, Alarm(0, mine, 0.2)).call("making it")
 
 
 @pytest.fixture()
@@ -63,7 +90,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def rendezvous(tensor: torch.Tensor, handle: object) -> SimpleNamespace:
         state.met.append(state.rank.number)
-        return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()] * 2, offset=0)
+        if state.rank.number:
+            return SimpleNamespace(buffer_ptrs=[tensor.data_ptr() - 64] * 2, offset=64)
+        return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()] * 2)  # as an older torch has it
 
     def empty_cache() -> None:
         state.emptied.append(state.rank.number)
@@ -162,6 +191,24 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return store
 
 
+@pytest.mark.parametrize("world, others, named", [
+    (2, [], "rank 1"), (3, [2], "rank 1"), (4, [2], "ranks 1, 3"), (2, [1], ""), (1, [], ""),
+])  # fmt: skip
+def test_who_took_part_in_a_call_without_cad_is_named(
+    store: dist.Store, world: int, others: list[int], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "LATE_S", 0.0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    with roll_call.together():
+        pass
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    absent = pytest.raises(CADPeerError, match=f"^CAD is on on rank 0 and not on {named}: ") if named else nullcontext()
+    with absent, roll_call.together():
+        for rank in others:
+            store.set(f"has/{rank}", "1")
+    assert store.check(["has/0"]) == (world > 1)
+
+
 def arrive(store: dist.Store, *ranks: int) -> None:
     for rank in ranks:
         turn = store.add(f"sessions/{rank}", 1)
@@ -181,6 +228,8 @@ def test_the_awaited_are_named_in_a_warning_first(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(patience, "LATE_S", 0.01)
+    arrive(store, 1, 2, 3)
+    roll_call.call_roll(0.0)
     arrive(store, 1, 2)
     with pytest.raises(CADPeerError):
         roll_call.call_roll(0.02)
