@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError, ServerLostError
-from deepspeed_cad.exchange.failure import watchdog
+from deepspeed_cad.exchange.failure import patience, watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Flags, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
@@ -100,6 +100,15 @@ def test_a_rank_that_never_comes_is_an_error_in_time_as_on_streams() -> None:
         side.wait(lambda: False)
     assert not isinstance(caught.value, ServerLostError)
     side.dog.abandon()
+
+
+def test_who_left_before_this_exchange_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, asked, pauses = Side(), list[tuple[int, ...]](), list[float]()
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
+    monkeypatch.setattr(patience.time, "sleep", pauses.append)
+    monkeypatch.setattr(side.board, "why_hopeless", lambda *numbers: asked.append(numbers) or "")
+    side.wait(lambda: len(asked) > 1)
+    assert asked == [(7, 0)] * 2 and max(pauses) <= 1e-4, "what is queued behind it starts late by so much"
 
 
 def test_waits_end_by_force_and_not_because_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

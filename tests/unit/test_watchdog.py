@@ -1,5 +1,6 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_cad import threads as daemons
-from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.errors import CADPeerError, ServerLostError
 from deepspeed_cad.exchange.failure import board, watchdog
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Comparison, Identity
@@ -52,7 +53,7 @@ class Watched:
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    state = SimpleNamespace(stuck=False)
+    state = SimpleNamespace(stuck=False, now=0.0)
 
     def end(name: str, run: Callable[[], None], device: object) -> Future[None]:
         ended: Future[None] = Future()
@@ -62,23 +63,49 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
     monkeypatch.setattr(watchdog, "run_aside", end)
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: state.now))
     monkeypatch.setattr(board, "WORDS_S", 0.0)
     return state
 
 
-def test_the_watchdogs_thread_has_ended_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be about to ask events of a device that is closed next."""
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_the_watchdogs_threads_have_ended_when_it_is_closed(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """They may be about to ask events of a device that is closed next."""
     monkeypatch.setattr(watchdog, "start_daemon", start_daemon)
-    dog = Watched(300.0).dog
+    dog, frees = Watched(300.0).dog, Future[None]()
     dog.track(FakeEvent(False), FakeEvent(False), "exchange 1")
-    thread = dog._thread
+    thread, dog._freeing = dog._thread, [frees]
     assert thread is not None and thread.is_alive()
-    dog.close()
+    threading.Timer(0.1, frees.set_result, [None]).start()
+    getattr(dog, end)()
+    assert frees.done() == (end == "close")
+    thread.join(0.0 if end == "close" else 60.0)
     assert not thread.is_alive()
 
 
-def test_a_wait_that_does_not_end_is_reported() -> None:
+@pytest.mark.parametrize("frees", [True, False])
+def test_nothing_is_asked_of_a_driver_while_it_frees_the_gpu(frees: bool) -> None:
+    watched, over, stops, ended = Watched(30.0), list[int](), iter([False, True]), Future[None]()
+    ended.set_result(None)
+    watched.dog._stop.wait = lambda timeout: next(stops)  # type: ignore[method-assign, assignment]
+    watched.dog._freeing = [ended, *[Future()] * frees]
+    watched.dog.track(REACHED, REACHED, "exchange 1", lambda: over.append(1))
+    watched.dog._run()
+    assert bool(over) != frees
+
+
+def test_what_arrived_last_is_compared_when_it_is_closed() -> None:
+    arrived: list[str] = []
+    looks = SimpleNamespace(look=lambda: "", finish=lambda: "ranks differ" if arrived else "")
+    watched = Watched(30.0, comparison=looks)  # type: ignore[arg-type]
+    watched.dog.track(REACHED, REACHED, "exchange 1", lambda: arrived.append("a number"))
+    with pytest.raises(CADPeerError, match="rank 0 stopped: ranks differ"):
+        watched.dog.close()
+    assert watched.alarm.liveness.stopped() == "ranks differ"
+    watched.dog.close()  # which has been said
+
+
+def test_a_wait_that_does_not_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     watched, slow = Watched(10.0), FakeEvent(False)
     watched.dog.track(REACHED, REACHED, "exchange 1")
     watched.dog.track(FakeEvent(False), slow, "exchange 2")
@@ -88,6 +115,7 @@ def test_a_wait_that_does_not_end_is_reported() -> None:
     assert not watched.at(51, 60) and watched.at(61.5) == 1
     with pytest.raises(CADPeerError, match="rank 0 waited for exchange 3: rank 1 died.* no sign of it within 10 s"):
         watched.alarm.check()
+    assert caplog.messages == ["exchange 3 did not end in time; a peer died or hangs"]
 
 
 @pytest.mark.parametrize("frees", [False, True])
@@ -132,7 +160,7 @@ def test_a_driver_that_lets_no_call_through_does_not_keep_the_process(threads: S
     assert "could not be freed" in watched.ended[0] and watched.dog._given_up == 1
 
 
-def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died() -> None:
+def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of three waits for rank 2, and its training thread is stuck with the GPU: the watchdog tells rank 1."""
     first = Watched(10.0, ranks=3)
     second = Watched(60.0, first.store, 1, 3)
@@ -142,16 +170,19 @@ def test_a_rank_that_timed_out_is_not_taken_for_the_one_that_died() -> None:
     assert first.at(11) == second.at(11) == 1
     with pytest.raises(CADPeerError, match=r"rank 1 waited for exchange 1: rank 2 died or hangs.*rank 0 stopped"):
         second.alarm.check()
+    monkeypatch.setattr(board, "WORDS_S", 1e6)  # for which a process that ends has no time
     assert second.alarm.why().startswith("rank 1 waited for exchange 1: rank 2 died or hangs")
 
 
 def test_a_wait_is_in_vain_where_a_rank_has_stopped() -> None:
     """But not at once: what was sent before may still come."""
     watched = Watched(60.0)
-    Liveness(watched.store, 1, 2).report("planted")
-    watched.dog.track(REACHED, FakeEvent(False), "exchange 1")
+    other = Liveness(watched.store, 1, 2)
+    other.started = lambda: 4  # what is waited for is none of these
+    other.close()
+    watched.dog.track(REACHED, FakeEvent(False), "a broadcast")
     assert not watched.at(1, 1 + 0.9 * VAIN_S) and watched.at(2 + VAIN_S) == 1
-    with pytest.raises(CADPeerError, match="waited for exchange 1: rank 1 stopped: planted"):
+    with pytest.raises(CADPeerError, match="waited for a broadcast: rank 1 stopped: its session was closed$"):
         watched.alarm.check()
 
 
@@ -186,15 +217,27 @@ def test_what_differs_stops_a_rank_and_tells_the_others() -> None:
             one.alarm.check()
 
 
-def test_a_server_that_is_lost_is_no_error() -> None:
+def test_a_server_that_is_lost_is_no_error(threads: SimpleNamespace) -> None:
     """The wait of a stream lasts until the transport is given up, however long trainers take to agree."""
     watched = Watched(10.0)
-    watched.alarm.liveness.losses = SimpleNamespace(why=lambda: "server 1 ended", wait=lambda: "server 1 ended")
-    watched.dog.track(REACHED, FakeEvent(False), "exchange 7")
-    assert not watched.at(0, 11, 100) and not watched.dog.freed
     with watched.dog.inside("a call of NCCL"):
-        assert watched.at(100.5, 101) == 1 and watched.dog.freed, "a call of the host does not come back by itself"
+        assert not watched.at(0, 9)
+        watched.alarm.liveness.losses = SimpleNamespace(why=lambda: "server 1 ended", wait=lambda: "server 1 ended")
+        assert not watched.at(9.5, 9.5 + 0.9 * VAIN_S), "it may hear of that"
+    watched.dog.track(REACHED, FakeEvent(False), "exchange 7")
+    assert not watched.at(11, 22, 100) and not watched.dog.freed
+    threads.now = 100.0
+    with watched.dog.inside("a call of NCCL"):
+        assert not watched.at(100.5, 100.0 + 0.9 * VAIN_S)
+        assert watched.at(100.0 + VAIN_S) == 1 and watched.dog.freed, "a call of the host does not come back by itself"
     assert not watched.alarm.sounded and not watched.ended
+    assert type(watched.alarm.explain("it", RuntimeError())) is ServerLostError and not watched.alarm.told
+    for wait in ("exchange 7", "exchange 8"):
+        watched.alarm.time_out(wait)
+    watched.alarm.stop("ranks differ")
+    with pytest.raises(CADPeerError, match=r"exchange 7: rank 1 died.* no sign of it within 10 s") as caught:
+        watched.alarm.check()
+    assert type(caught.value) is CADPeerError and watched.alarm.told, "its own reason, the first"
 
 
 def test_what_the_driver_says_of_an_event_and_of_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
