@@ -7,6 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -152,9 +153,23 @@ def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.M
 
 
 def test_whatever_stops_rank_0_while_it_looks_for_costs_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "choose_profile", lambda *_: {}["x"])
-    with pytest.raises(CADError, match="rank 0 found no cost profile: KeyError: 'x'"):
-        groups.share_cost(CADConfig(), CPU, None, exchanges=True)
+    for error, words in (KeyError("x"), "^rank 0 found no cost profile: KeyError: 'x'$"), (CADConfigError("x"), "^x$"):
+        monkeypatch.setattr(groups, "choose_profile", mock.Mock(side_effect=error))
+        with pytest.raises(CADError, match=words):
+            groups.share_cost(CADConfig(), CPU, None, exchanges=True)
+
+
+@pytest.mark.parametrize("found, exchanges, deterministic, shared", [
+    (GENERIC_GPU, True, False, PROFILE), (GENERIC_GPU, False, False, GENERIC_GPU),
+    (GENERIC_GPU, True, True, GENERIC_GPU), (PAIRS, True, False, PAIRS),
+])  # fmt: skip
+def test_ratios_become_seconds_where_times_may_count(
+    monkeypatch: pytest.MonkeyPatch, found: Profile, exchanges: bool, deterministic: bool, shared: Profile
+) -> None:
+    monkeypatch.setattr(groups, "choose_profile", lambda *given: found)
+    monkeypatch.setattr(groups, "in_seconds", lambda *given: {(GENERIC_GPU, CPU, "auto"): PROFILE}[given])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    assert groups.share_cost(CADConfig(), CPU, None, exchanges) is shared
 
 
 def test_shipped_profiles_are_sound() -> None:
