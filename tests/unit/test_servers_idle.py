@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from deepspeed_cad import session as sessions
 from deepspeed_cad.cli.trace import say_idle
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.exchange.waits import Busy
+from deepspeed_cad.exchange.waits import Busy, Waits
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.report.session_lines import EVERY, advise
 from deepspeed_cad.session import Session
@@ -93,6 +93,8 @@ class Event:
     def __init__(self, at: float) -> None:
         self.at = at
 
+    def record(self) -> None: ...
+
     def query(self) -> bool:
         return self.at <= Event.now
 
@@ -107,7 +109,21 @@ def test_time_counts_once_and_when_it_is_over(
     monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, float]], now: float, seconds: float
 ) -> None:
     monkeypatch.setattr(Event, "now", now)
+    moments = iter([at for call in calls for at in call])
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(next(moments) if enable_timing else math.nan))
     busy = Busy()
-    for first, last in calls:
-        busy._expect(Event(last), partial(busy._between, Event(first), Event(last)))  # type: ignore[arg-type]
+    for _ in calls:
+        with busy.timed(torch.device("cuda", 0)):
+            pass
     assert busy.seconds() == busy.seconds() == pytest.approx(seconds)
+
+
+def test_a_rank_is_idle_where_neither_of_its_streams_has_work() -> None:
+    """Own tasks end at 10 ms and served ones at 12; results are back at 15. Waves come at 9, 11 and 14, of which the
+    last is waited for from 13 on."""
+    waits, waves = Waits(), [(Event(2), Event(9)), (None, Event(11)), (Event(13), Event(14))]
+    waits.beside(Event(10), waves, Event(12), Event(15))  # type: ignore[arg-type]
+    assert waits.seconds() == pytest.approx(0.003 + 0.001 + 0.001)
+    for _ in range(5000):
+        waits._expect(Event(0), float)  # type: ignore[arg-type]
+    assert len(waits._open) < 5000, "where nobody reads them, memory does not grow"
