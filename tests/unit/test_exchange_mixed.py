@@ -26,10 +26,13 @@ from test_exchange_tables import calls  # noqa: F401
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landed, landing, nccl
 from deepspeed_cad.exchange.failure import watchdog
+from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import PeerGroup
+from deepspeed_cad.exchange.group import OwnGroup, PeerGroup
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
+from deepspeed_cad.exchange.nccl import NcclTransport
+from deepspeed_cad.exchange.packed import GroupTransport
 from deepspeed_cad.exchange.placement import take
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
@@ -61,6 +64,8 @@ class Event:
         self.timed = enable_timing
 
     def record(self, stream: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Event) -> float:
         assert self.timed and end.timed
@@ -204,8 +209,11 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
     for transport in transports:
         transport.close()
         assert transport.strangers.messages.out.calls.left and transport.strangers.messages.back.calls.left
+        assert not transport.landing_bytes
     plain = [landing_transport(rank, ranks) for rank in range(ranks)]
     assert run_rounds(plain, network, 3) == sent, "the same bytes, whatever carries them"
+    waves = [one.most_waves for one in (plain[0], transports[0], NcclTransport, GroupTransport)]
+    assert waves == [1, 8, 8, 1], "copies inside a host take less time than starting more of them"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -239,8 +247,43 @@ def test_memory_is_as_large_on_all_hosts(network: Network) -> None:
     """So all ranks make it together, and hear where one lacks some."""
     transports = [landing_transport(rank, 4, near=[0, 0, 2, 2]) for rank in range(4)]
     for schedule, transport in zip(make_schedules(4, 5, 900), transports, strict=True):  # seed 5 serves all on rank 1
-        transport.make_room([schedule], Room(0, (4 << 10, 192), (516, 192)), 0)
+        views, few = transport._begin(schedule, 0, 0).prepared, Room(0, (1, 1), (1, 1))
+        for room, kept in (few, False), (few, True), (Room(0, (4 << 10, 192), (516, 192)), False):
+            views["a return", ()] = np.zeros(0), []
+            transport.make_room([schedule], room, 0)
+            assert bool(views) == kept, "they look at memory that was replaced"
     assert len({transport.landing_bytes for transport in transports}) == 1 and transports[2].landing_bytes > 1 << 24
+
+
+@pytest.mark.parametrize("kind", ["nccl", "mixed"])
+def test_a_group_that_is_given_up_is_left(kind: str, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, left, alarm = OwnGroup(1, 2, "own", mock.Mock(), mock.Mock()), list[object](), Alarm(1, None, 9.0)
+    monkeypatch.setattr(OwnGroup, "abandon", lambda group: left.append(group))
+    monkeypatch.setattr(nccl, "start_daemon", lambda name, run, device: run())
+    transport: Any = NcclTransport(own, CPU, alarm) if kind == "nccl" else LandingTransport(own, CPU, alarm, [0, 0])
+    transport.peers = mock.Mock()
+    transport.make_room(make_schedules(2, 1, 300)[1:], Room(0, (1, 1), (1, 1)), 0)
+    assert bool(transport.landing_bytes) == (kind == "mixed")
+    release = transport.abandon()
+    assert left == [own] and transport._watchdog._stop.is_set()
+    release()
+    if kind == "nccl":
+        assert transport.messages.out.calls.left and transport.messages.back.calls.left
+    else:
+        assert not transport.landing_bytes and transport.peers.forget.called
+
+
+def test_memory_goes_back_behind_what_reads_it(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the allocator of the stream that made it, which may give it to its next tensor at once."""
+    transport = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0))
+    reader, producer, done, packed = mock.Mock(), mock.Mock(), mock.Mock(), [torch.ones(1)]
+    parcel = nccl.Parcel(Identity(1, 0), packed, [torch.zeros(1)], producer, transport.messages.out.stream, done)
+    for current in (reader, producer):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
+        assert len(transport._receive(parcel)) == (current is reader) and not packed
+        transport._release(parcel)
+    assert reader.wait_event.mock_calls == [mock.call(done)]
+    assert producer.wait_event.mock_calls == [mock.call(x) for x in (done, reader.record_event.return_value, done)]
 
 
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:

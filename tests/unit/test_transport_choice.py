@@ -116,6 +116,7 @@ BY_NCCL = "core attention is exchanged by nccl, because mixed: "
     ([7, 9, 9], {}, [0, 1, 1], ""),
     # Rank 0 has GPU 0 and reaches 0 and 1; on the other host there are GPUs 2 and 3.
     ([1, 1, 2, 2], {"answer_3": [0, 1, 2, 3]}, [0, 0, 2, 2], ""),
+    ([1, 1, 2, 2], {"answer_3": [0, -1, 2, 3]}, [0, 0, 2, 2], ""),  # rank 1 sees its own GPU only
     ([1, 1, 2, 2], {"answer_4": [1, 1, 1, 0]}, [0, 0, 2, 3], NO_REACH),
     ([1, 2, 3], {}, None, ""),
     ([1, 1, 2, 2], {"answer_4": [1, 0, 0, 1]}, None, BY_NCCL + UNREACHED),
