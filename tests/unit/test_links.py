@@ -1,5 +1,6 @@
 """Links: how they are timed at the start, that all ranks know the same, and how they are corrected while training."""
 
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,39 +14,75 @@ from pool import WorkerPool
 
 from deepspeed_cad.exchange import links, probe
 from deepspeed_cad.exchange.group import numbers_of
-from deepspeed_cad.exchange.links import Links, measure_links
+from deepspeed_cad.exchange.links import Links, measure_links, peer_schedule
 from deepspeed_cad.exchange.waits import BETWEEN, INSIDE, LEAST_S, Size, Transfers
 from deepspeed_cad.feedback.link_speeds import ENOUGH, FASTER, LinkSpeeds
+from deepspeed_cad.schedule import QUERY, SERVER
 
 CPU = torch.device("cpu")
+ROW = 2 * (4096 + 1024 + 1024)
+"""Bytes of Q, K and V."""
 
 
 class Clock:
-    """A transport whose exchanges take a time of their size, on a clock of its own."""
+    """A transport whose exchanges take a time of their size, and every third one longer, on a clock of its own."""
 
     name = "clock"
 
-    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
-        self.now, self.speed, self.latency, self.sizes = 0.0, bytes_per_s, latency_s, []
+    def __init__(self, bytes_per_s: float, late_s: float) -> None:
+        self.now, self.speed, self.late, self.sizes = 0.0, bytes_per_s, late_s, list[int]()
         self.bytes_sent = 77
 
     def dispatch(self, schedule: Any, fields: Any, nano_batch: int) -> Any:
         size = sum(one.home.numel() * one.home.element_size() for one in fields)
         self.sizes.append(size)
         self.bytes_sent += size
-        self.now += self.latency + size / self.speed
+        self.now += 1e-5 + size / self.speed + (0.0 if len(self.sizes) % 3 else self.late)
         return SimpleNamespace(wait=lambda: None)
 
+    def of_all(self, value: int) -> list[int]:
+        """Another rank moves as many bytes, which are told last, in twice the time."""
+        return [value, value if value and value % self.sizes[-1] == 0 else 2 * value]
 
-@pytest.mark.parametrize("gigabytes", [1e-4, 0.0125, 0.5, 20.0])
-def test_exchanges_grow_until_they_last_and_stay_in_time(gigabytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(gigabytes * 1e9, 1e-5)
+
+@pytest.mark.parametrize("gigabytes, hosts, rows", [
+    (1e-4, [1, 2], [1, 8]),  # the first one takes a second, and two there
+    (0.005, [1, 2], [1, 8, 8, 8]),  # ten times as much would take too long
+    (0.0096, [1, 2], [1, 8, 8, 8, 80, 80, 80, 80]),  # what is first may be a burst, however long it lasts
+    (0.25, [1, 2], [1, 8, 8, 8, 80, 80, 80, 800, 800, 800]),
+    (0.25, [2, 2], [1, 8, 8, 8, 80, 80, 80, 80]),  # inside a host no exchange need last as long
+    (20.0, [1, 2], [1, 8, 8, 8, 80, 80, 80, 800, 800, 800]),
+])  # fmt: skip
+def test_exchanges_grow_until_they_last_and_stay_in_time(
+    gigabytes: float, hosts: list[int], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is late does not count. They are an even number: buffers that are taken in turn are as they were."""
+    clock = Clock(gigabytes * 1e9, 2e-3)
     monkeypatch.setattr(links.time, "perf_counter", lambda: clock.now)
-    found = measure_links(clock, CPU, 0, [1, 2], lambda value: [value, value])  # type: ignore[arg-type]
-    assert len(clock.sizes) % 2 == 0  # buffers that are taken in turn are as they were
-    assert found.inside is None and found.between == pytest.approx(gigabytes * 1e9, rel=0.2)
+    found = measure_links(clock, CPU, 0, hosts, clock.of_all)  # type: ignore[arg-type]
+    assert [size / ROW for size in clock.sizes] == rows
+    speed, other = (found.between, found.inside) if hosts[0] == 1 else (found.inside, found.between)
+    assert other is None and speed == pytest.approx(gigabytes * 1e9 / 2, rel=0.1), "that of the slowest rank"
     assert clock.bytes_sent == 77, "statistics speak of training"
-    assert clock.now < 1.5 and max(clock.sizes) <= 1e7
+
+
+def test_several_exchanges_go_at_once_where_their_start_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, device = Clock(20e9, 0.0), torch.device("meta")
+    monkeypatch.setattr(links.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setitem(links.IN_ONE_GO, "meta", 16)
+    monkeypatch.setitem(links.MOST_ROWS, "meta", 8000)
+    found = measure_links(clock, device, 0, [1, 2], clock.of_all)  # type: ignore[arg-type]
+    # 800 rows take 1 ms on the other rank, so two of ten times as many 20 ms.
+    assert Counter(size // ROW for size in clock.sizes) == {1: 1, 8: 3, 80: 48, 800: 48, 8000: 4}
+    assert found.between == pytest.approx(10e9, rel=0.1)
+
+
+def test_each_rank_has_a_document_for_each_of_its_peers() -> None:
+    for rank, (sent, tokens) in enumerate([([0, 4, 4], 8), ([9, 0, 0], 9), ([0, 0, 0], 9)]):
+        schedule = peer_schedule([[1, 2], [0], []], rank, 1, 9)
+        assert schedule.rows_by_peer(schedule.sends, SERVER, QUERY).tolist() == sent
+        assert schedule.query_tokens == tokens
+    assert peer_schedule([[1, 2], [], []], 0, 1, 1).query_tokens == 2, "at least a token"
 
 
 def links_of_two_nodes(rank: int, world: int) -> tuple[Links, Links]:
@@ -72,10 +109,13 @@ def test_both_kinds_are_measured_and_all_ranks_say_the_same(workers: WorkerPool)
 def test_links_are_given_measured_or_not_asked_for(
     given: Any, deterministic: list[int], expected: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "measure_links", lambda *given: Links(5e9, None))
-    opened = probe.Opened(SimpleNamespace(rank=0), None, [1, 1])  # type: ignore[arg-type]
+    measure, agree = mock.Mock(return_value=Links(5e9, None)), lambda value: deterministic
+    monkeypatch.setattr(probe, "measure_links", measure)
+    opened = probe.Opened(SimpleNamespace(rank=0), "transport", [1, 1])  # type: ignore[arg-type]
     monkeypatch.setattr(probe, "rank_of", lambda group: group.rank)
-    assert probe.with_links(opened, CPU, lambda value: deterministic, given).links == expected
+    assert probe.with_links(opened, CPU, agree, given).links == expected
+    asked = [] if given or any(deterministic) else [mock.call("transport", CPU, 0, [1, 1], agree)]
+    assert measure.mock_calls == asked
 
 
 def test_links_in_words() -> None:
