@@ -1,18 +1,22 @@
 """Which transport a group gets: the same on every rank, named reasons, refusals where one was asked for by name."""
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.errors import CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange import group as peers
 from deepspeed_cad.exchange import probe as probing
+from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import host_group
+from deepspeed_cad.exchange.group import OwnGroup, host_group
 from deepspeed_cad.exchange.native_calls import UnreachedError
 from deepspeed_cad.exchange.probe import choose_transport
 
@@ -51,9 +55,37 @@ def test_what_the_doctor_says_of_a_transport(monkeypatch: pytest.MonkeyPatch) ->
         assert probing.probe("nvlink")[0] == (len(reached) > 1)
 
 
-def test_a_library_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "open_nccl", mock.Mock(side_effect=CADUnsupportedError("no libnccl")))
-    assert probing._local_refusal("nccl", GPU) == "no libnccl"
+@pytest.mark.parametrize("name, needs", [
+    ("nccl", {"open_nccl"}), ("nvlink", {"CudaCalls", "symmetric_memory"}),
+    ("mixed", {"open_nccl", "CudaCalls", "symmetric_memory"}),
+])  # fmt: skip
+def test_a_library_that_is_missing_is_the_reason(name: str, needs: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    for missing in ("open_nccl", "CudaCalls", "symmetric_memory"):
+        with monkeypatch.context() as patch:
+            for one in needs:
+                error = CADUnsupportedError("no libnccl") if one == missing else None
+                patch.setattr(probing, one, mock.Mock(side_effect=error))
+            assert probing._local_refusal(name, GPU) == ("no libnccl" if missing in needs else None)
+
+
+def test_what_is_opened_knows_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose, group = mock.Mock(), OwnGroup(1, 2, "own", mock.Mock(), mock.Mock())
+    monkeypatch.setattr(probing, "choose_transport", choose)
+    monkeypatch.setattr(probing, "host_number", lambda: 9)
+    agree, board = (lambda value: [4, value]), mock.Mock()
+    opened = probing.open_transport("auto", group, CPU, agree, board, 7.0, ("c10d",))
+    assert (opened.group, opened.hosts, opened.transport) == (group, [4, 9], choose.return_value)
+    choose.assert_called_once_with("auto", group, CPU, agree, board, 7.0, 9, ("c10d",))
+
+
+def test_a_host_is_a_name_and_a_start_of_its_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [probing.host_number(), probing.host_number()]
+    monkeypatch.setattr(probing.socket, "gethostname", lambda: "another")
+    found.append(probing.host_number())
+    monkeypatch.setattr(probing.Path, "read_text", lambda self: "another")
+    assert len({*found, probing.host_number()}) == 3 and found[0] == found[1]
 
 
 class Made:
@@ -66,6 +98,9 @@ class Made:
 
     def close(self) -> None:
         self.closed.append(self.name)
+
+    def abandon(self) -> Callable[[], None]:
+        return lambda: self.closed.append(f"{self.name}, given up")
 
 
 @pytest.fixture()
@@ -101,9 +136,10 @@ class Job:
 
 
 def choose(name: str, job: Job) -> Made:
-    return choose_transport(name, None, GPU, job, host=job.hosts[0])  # type: ignore[arg-type, return-value]
+    return choose_transport(name, None, GPU, job, BOARD, 7.0, job.hosts[0])  # type: ignore[arg-type, return-value]
 
 
+BOARD = Liveness(dist.HashStore(), 0, 2)
 NO_REACH = "the GPUs of ranks 2, 3 do not reach each other's memory inside their host: nccl carries what they exchange"
 UNREACHED = "the GPU of rank 1 cannot reach the memory of all others"
 BY_NCCL = "core attention is exchanged by nccl, because mixed: "
@@ -129,7 +165,9 @@ def test_what_several_hosts_use(
     """Peer copies inside hosts where they work, and NCCL; asked for by name "mixed" does that with one rank each."""
     with caplog.at_level(logging.INFO):
         made = choose("auto", Job(hosts, **answers))
-    assert (made.name == "nccl") if near is None else ((made.name, made.given[3]) == ("mixed", near))
+    assert (made.name, made.given[3]) == (("nccl", True) if near is None else ("mixed", near))
+    alarm: Any = made.given[2]
+    assert (alarm.rank, alarm.liveness, alarm.timeout_s) == (0, BOARD, 7.0)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == ([warning] if warning else [])
     assert Made.closed == (["mixed"] if "answer_5" in answers else [])
     assert choose("mixed", Job([1, 2, 3])).given[3] == [0, 1, 2]
@@ -150,6 +188,19 @@ def test_a_transport_that_fails_to_start_is_passed_over(gpus: pytest.MonkeyPatch
     gpus.setattr(probing, "LandingTransport", mock.Mock(side_effect=broken))
     with pytest.raises(CADUnsupportedError, match="nvlink: RuntimeError: no symmetric memory. Leave"):
         choose_transport("nvlink", None, GPU, alone)  # type: ignore[arg-type]
+    with pytest.raises(CADUnsupportedError, match='nvlink: RuntimeError: no symmetric memory. Set "on_server_failure"'):
+        choose_transport("auto", None, GPU, alone, auto=("nvlink",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_server_that_is_lost_meanwhile_is_no_fallback(made: bool, gpus: pytest.MonkeyPatch) -> None:
+    lost = ServerLostError("server 2 ended")
+    gather = mock.Mock(side_effect=[[7, 8, 9], [1, 1, 1], lost if made else [0, 0, 0]])
+    if not made:
+        gpus.setattr(probing, "NcclTransport", mock.Mock(side_effect=lost))
+    with pytest.raises(ServerLostError):
+        choose_transport("auto", None, GPU, gather, host=7)  # type: ignore[arg-type]
+    assert Made.closed == (["nccl, given up"] if made else [])
 
 
 @pytest.mark.parametrize("here", [True, False])
