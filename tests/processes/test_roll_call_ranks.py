@@ -10,30 +10,6 @@ from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import patience, roll_call
 
 
-def _together(rank: int, world: int, without: list[int]) -> str:
-    patience.LATE_S = roll_call.LATE_S = 0.3
-    if rank in without:
-        dist.barrier()
-        return ""
-    try:
-        with roll_call.together():
-            dist.barrier()
-    except CADPeerError as error:
-        return str(error)
-    return "here"
-
-
-@pytest.mark.parametrize(("without", "named"), [([2], "not on rank 2:"), ([0, 2], "not on ranks 0, 2:"), ([], "")])
-def test_after_a_common_call_absent_ranks_are_named(workers: WorkerPool, without: list[int], named: str) -> None:
-    for rank, said in enumerate(workers.run(_together, 3, without)):
-        if rank in without:
-            assert said == ""
-        elif without:
-            assert f"CAD is on on rank {rank} and {named}" in said and "not installed there" in said
-        else:
-            assert said == "here"
-
-
 def _deepspeed(rank: int, world: int) -> str:
     """Rank 1 has the JSON without the block; it goes on alone, as where the package is not installed."""
     deepspeed = import_deepspeed()
