@@ -1,6 +1,8 @@
 """Which groups a rank opens, asks and closes, and what it is told that does not reach all others."""
 
+import gc
 import socket
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ import torch.distributed as dist
 from deepspeed_cad import groups
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADPeerError
-from deepspeed_cad.exchange.group import OwnGroup
+from deepspeed_cad.exchange import group
+from deepspeed_cad.exchange.group import LETTING_GO_S, OPENING, OwnGroup, has_ways_apart, numbers_of
 from deepspeed_cad.groups import Groups, open_groups
 from deepspeed_cad.server.servers import NoServers
 from deepspeed_cad.shares import Replica
@@ -71,6 +74,40 @@ def test_whom_a_rank_asks_and_what_it_closes(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(dist, "is_initialized", lambda is_there=is_there: is_there)
         Groups(NoServers(1), "cpu", own, share="share").close()  # type: ignore[arg-type]
     assert closed == ["cpu", "share"] and own.close.call_count == 2
+
+
+def test_numbers_of_all_ranks_are_waited_for_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, board, own = mock.Mock(), mock.Mock(), OwnGroup(1, 2, "own", mock.Mock(), mock.Mock())
+
+    def gather(into: list[torch.Tensor], value: torch.Tensor, group: object, async_op: bool) -> Any:
+        assert (group, async_op) == (own.processes, True)
+        into[0].fill_(5), into[1].copy_(value)
+        return work
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    assert numbers_of(own, board, 7) == [5, 7]
+    board.patiently.assert_called_once_with(work.is_completed, OPENING, with_servers=True)
+    work.wait.side_effect = RuntimeError("reset")
+    with pytest.raises(CADPeerError, match=f"^{OPENING} failed: reset$"):
+        numbers_of(own, None, 7)
+
+
+def test_a_group_is_given_up_while_others_may_still_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, later = mock.Mock(), list[Any]()
+    monkeypatch.setattr(group, "_TORCH", gone)
+    monkeypatch.setattr(group, "start_daemon", lambda name, run, device: later.append(run))
+    monkeypatch.setattr(group, "time", gone)
+    own = OwnGroup(1, 2, "own", gone, gone)
+    held = weakref.ref(own)
+    assert [has_ways_apart(*one) for one in ((own, False), (own, True), (gone, False))] == [True, False, False]
+    own.abandon()
+    del own
+    gc.collect()
+    assert held() is not None
+    later[0]()
+    gc.collect()
+    assert held() is None
+    assert gone.mock_calls == [mock.call._unregister_process_group("own"), mock.call.sleep(LETTING_GO_S)]
 
 
 def test_a_rank_that_does_not_reach_all_others_is_told_what_to_set(opened: list, monkeypatch: Any) -> None:

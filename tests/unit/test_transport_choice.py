@@ -169,6 +169,7 @@ def test_what_several_hosts_use(
     alarm: Any = made.given[2]
     assert (alarm.rank, alarm.liveness, alarm.timeout_s) == (0, BOARD, 7.0)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == ([warning] if warning else [])
+    assert f"core attention is exchanged by {made.name}" in caplog.text
     assert Made.closed == (["mixed"] if "answer_5" in answers else [])
     assert choose("mixed", Job([1, 2, 3])).given[3] == [0, 1, 2]
 
