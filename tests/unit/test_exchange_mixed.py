@@ -211,7 +211,9 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
         assert transport.strangers.messages.out.calls.left and transport.strangers.messages.back.calls.left
         assert not transport.landing_bytes
     plain = [landing_transport(rank, ranks) for rank in range(ranks)]
-    assert run_rounds(plain, network, 3) == sent, "the same bytes, whatever carries them"
+    packed = [NcclTransport(group(rank, ranks), CPU, Alarm(rank, None, 300.0)) for rank in range(ranks)]
+    for others in plain, packed:
+        assert run_rounds(others, network, 3) == sent, "the same bytes, whatever carries them"
     waves = [one.most_waves for one in (plain[0], transports[0], NcclTransport, GroupTransport)]
     assert waves == [1, 8, 8, 1], "copies inside a host take less time than starting more of them"
 
@@ -275,15 +277,23 @@ def test_a_group_that_is_given_up_is_left(kind: str, network: Network, monkeypat
 
 def test_memory_goes_back_behind_what_reads_it(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the allocator of the stream that made it, which may give it to its next tensor at once."""
-    transport = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0))
-    reader, producer, done, packed = mock.Mock(), mock.Mock(), mock.Mock(), [torch.ones(1)]
-    parcel = nccl.Parcel(Identity(1, 0), packed, [torch.zeros(1)], producer, transport.messages.out.stream, done)
+    transport, near = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0)), landing_transport(0, 2)
+    reader, producer = (mock.Mock(cuda_stream=0) for _ in range(2))
+    done, packed, identity = mock.Mock(), [torch.ones(1)], Identity(0, 0)
+    parcel = nccl.Parcel(identity, packed, [torch.zeros(1)], producer, transport.messages.out.stream, done)
+    pushed = landed._Pushed(near._out, identity, [done], [], producer, [])
     for current in (reader, producer):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
         assert len(transport._receive(parcel)) == (current is reader) and not packed
         transport._release(parcel)
-    assert reader.wait_event.mock_calls == [mock.call(done)]
-    assert producer.wait_event.mock_calls == [mock.call(x) for x in (done, reader.record_event.return_value, done)]
+        near._wait([], pushed)
+    read = reader.record_event.return_value
+    assert reader.wait_event.mock_calls == [mock.call(done)] * 2
+    assert producer.wait_event.mock_calls == [mock.call(x) for x in (done, read, done, done, done)]
+    transport.alarm.liveness.losses, waits = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(transport._watchdog, "wait_for", waits)
+    transport._receive(parcel)
+    assert waits.call_args.args[0]() is done.query.return_value and waits.call_args.args[1] is identity
 
 
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:

@@ -100,6 +100,7 @@ def test_a_group_is_given_up_while_others_may_still_hold_it(monkeypatch: pytest.
     own = OwnGroup(1, 2, "own", gone, gone)
     held = weakref.ref(own)
     assert [has_ways_apart(*one) for one in ((own, False), (own, True), (gone, False))] == [True, False, False]
+    group.abort(own, GPU)
     own.abandon()
     del own
     gc.collect()
@@ -107,7 +108,8 @@ def test_a_group_is_given_up_while_others_may_still_hold_it(monkeypatch: pytest.
     later[0]()
     gc.collect()
     assert held() is None
-    assert gone.mock_calls == [mock.call._unregister_process_group("own"), mock.call.sleep(LETTING_GO_S)]
+    aborted = [mock.call._get_backend(GPU), mock.call._get_backend().abort()]
+    assert gone.mock_calls == [*aborted, mock.call._unregister_process_group("own"), mock.call.sleep(LETTING_GO_S)]
 
 
 def test_a_rank_that_does_not_reach_all_others_is_told_what_to_set(opened: list, monkeypatch: Any) -> None:

@@ -27,6 +27,7 @@ class Clock:
         self.bytes_sent, self.told = 77, list[int]()
 
     def dispatch(self, schedule: Any, fields: Any, nano_batch: int) -> Any:
+        self.devices = {one.home.device.type for one in fields}
         size = sum(one.home.numel() * one.home.element_size() for one in fields)
         self.sizes.append(size)
         self.bytes_sent += size
@@ -64,6 +65,7 @@ def test_exchanges_grow_until_they_last_and_stay_in_time(
     monkeypatch.setitem(links.MOST_ROWS, "meta", 8000)
     found = measure_links(clock, torch.device(device), 0, hosts, clock.of_all)  # type: ignore[arg-type]
     assert [size / ROW for size in clock.sizes] == rows and clock.told[:4:2] == [0, 0], "all ranks begin together"
+    assert clock.devices == {device}
     speeds = [speed for speed in (found.inside, found.between) if speed is not None]
     assert speeds == pytest.approx([gigabytes * 1e9 / 2] * (len(hosts) - 1), rel=0.1), "those of the slowest rank"
     assert (found.inside is None) == (hosts[0] == 1) and clock.bytes_sent == 77, "statistics speak of training"
