@@ -76,7 +76,8 @@ def test_the_watchdogs_threads_have_ended_when_it_is_closed(monkeypatch: pytest.
     dog.track(FakeEvent(False), FakeEvent(False), "exchange 1")
     thread, dog._freeing = dog._thread, [frees]
     assert thread is not None and thread.is_alive()
-    threading.Timer(0.1, frees.set_result, [None]).start()
+    if end == "close":
+        threading.Timer(0.1, frees.set_result, [None]).start()
     getattr(dog, end)()
     assert frees.done() == (end == "close")
     thread.join(0.0 if end == "close" else 60.0)
