@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from deepspeed_cad import groups
 from deepspeed_cad.config import CADConfig
-from deepspeed_cad.errors import CADConfigError, CADPeerError
+from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError
 from deepspeed_cad.exchange import group
-from deepspeed_cad.exchange.group import LETTING_GO_S, OPENING, OwnGroup, has_ways_apart, numbers_of
+from deepspeed_cad.exchange.group import LETTING_GO_S, OPENING, OwnGroup, has_ways_apart, make_group, numbers_of
 from deepspeed_cad.groups import Groups, open_groups
 from deepspeed_cad.server.servers import NoServers
 from deepspeed_cad.shares import Replica
@@ -90,6 +90,18 @@ def test_numbers_of_all_ranks_are_waited_for_patiently(monkeypatch: pytest.Monke
     work.wait.side_effect = RuntimeError("reset")
     with pytest.raises(CADPeerError, match=f"^{OPENING} failed: reset$"):
         numbers_of(own, None, 7)
+
+
+def test_a_group_of_a_store_alone_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, cpu = dist.distributed_c10d._resolve_process_group, torch.device("cpu")
+    own = make_group(dist.HashStore(), 0, 1, cpu, "own", 9.0)
+    assert find("own") is own.processes and numbers_of(own, None, 5) == [5]
+    own.close()
+    with pytest.raises(RuntimeError):
+        find("own")
+    monkeypatch.setattr(dist, "ProcessGroupGloo", mock.Mock(side_effect=TypeError("no timeout")))
+    with pytest.raises(CADError, match=r"in a way that is not known here \(no timeout\)"):
+        make_group(dist.HashStore(), 0, 1, cpu, "own", 9.0)
 
 
 def test_a_group_is_given_up_while_others_may_still_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
