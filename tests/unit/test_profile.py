@@ -166,7 +166,7 @@ def test_whatever_stops_rank_0_while_it_looks_for_costs_is_said_to_all(monkeypat
 def test_ratios_become_seconds_where_times_may_count(
     monkeypatch: pytest.MonkeyPatch, found: Profile, exchanges: bool, deterministic: bool, shared: Profile
 ) -> None:
-    monkeypatch.setattr(groups, "choose_profile", lambda *given: found)
+    monkeypatch.setattr(groups, "choose_profile", lambda *given: {("auto", CPU, "auto"): found}[given])
     monkeypatch.setattr(groups, "in_seconds", lambda *given: {(GENERIC_GPU, CPU, "auto"): PROFILE}[given])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     assert groups.share_cost(CADConfig(), CPU, None, exchanges) is shared
