@@ -281,17 +281,17 @@ def test_memory_goes_back_behind_what_reads_it(network: Network, monkeypatch: py
     reader, producer = (mock.Mock(cuda_stream=0) for _ in range(2))
     done, packed, identity = mock.Mock(), [torch.ones(1)], Identity(0, 0)
     parcel = nccl.Parcel(identity, packed, [torch.zeros(1)], producer, transport.messages.out.stream, done)
-    pushed = landed._Pushed(near._out, identity, [done], [], producer, [])
-    for current in (reader, producer):
+    pushed, waits = landed._Pushed(near._out, identity, [done], [], producer, []), mock.Mock()
+    monkeypatch.setattr(transport._watchdog, "wait_for", waits)
+    for current, behind in (reader, [done, reader.record_event.return_value, done]), (producer, [done, done]):
+        producer.reset_mock()
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
         assert len(transport._receive(parcel)) == (current is reader) and not packed
         transport._release(parcel)
         near._wait([], pushed)
-    read = reader.record_event.return_value
-    assert reader.wait_event.mock_calls == [mock.call(done)] * 2
-    assert producer.wait_event.mock_calls == [mock.call(x) for x in (done, read, done, done, done)]
-    transport.alarm.liveness.losses, waits = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(transport._watchdog, "wait_for", waits)
+        assert producer.wait_event.mock_calls == [mock.call(one) for one in behind]
+    assert reader.wait_event.mock_calls == [mock.call(done)] * 2 and not waits.called
+    transport.alarm.liveness.losses = mock.Mock()
     transport._receive(parcel)
     assert waits.call_args.args[0]() is done.query.return_value and waits.call_args.args[1] is identity
 
