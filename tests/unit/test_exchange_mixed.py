@@ -306,6 +306,7 @@ def test_giving_up_ends_copies_and_messages(network: Network) -> None:
     transports[1]._give_up()
     assert transports[1].strangers.messages.out.calls.left and transports[1].strangers.messages.back.calls.left
     assert (transports[1]._lanes.out(0, 0).areas[0].buffer.tensor == 255).all()
+    transports[1].calls.wait(0, transports[1]._out.own_flags, transports[1]._pushed)  # which fails where it would last
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
         Round(plans, 1, 0, 0, CPU).start(transports[1])
 
