@@ -228,7 +228,8 @@ class Tests:
         """Those that run the line of a mutant, in at most `most_s`, half of it for unit tests, which come first: before
         others those of a file named like the module, and those that run few lines."""
         ran, stem, chosen = self._lines[mutant.path], Path(mutant.path).stem, []
-        found = next(filter(None, ([test for test in ran if ran[test] & piece] for piece in self._around(mutant))), [])
+        each = ([test for test in ran if ran[test] & piece] for piece in self._around(mutant))
+        found = next(filter(None, each), [test for test in self.seconds if room_of(mutant.path) in test])
         for test in sorted(found, key=lambda one: ("processes/" in one, stem not in one, self._count[one])):
             most = most_s if "processes/" in test else most_s / 2
             if sum(self.seconds[one] for one in [*chosen, test]) <= most:
@@ -237,11 +238,13 @@ class Tests:
 
     def _around(self, mutant: Mutant) -> Iterator[set[int]]:
         """Lines of the pieces of code that hold a mutant, from the smallest to the whole module: of a long call not
-        each line is noted, of what an import runs none."""
-        nodes = [node for node in ast.walk(ast.parse(self._modules[mutant.path])) if hasattr(node, "lineno")]
+        each line is noted. Those of functions alone: what an import runs is noted only where a test starts a Python."""
+        nodes: list[Any] = [node for node in ast.walk(ast.parse(self._modules[mutant.path])) if hasattr(node, "lineno")]
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inside = {line for node in functions for line in range(node.body[0].lineno, node.end_lineno + 1)}
         pieces = [range(node.lineno, node.end_lineno + 1) for node in nodes]
-        yield from map(set, sorted((piece for piece in pieces if mutant.line in piece), key=len))
-        yield set(range(1, 1 + len(self._modules[mutant.path].splitlines())))
+        yield from (inside & set(piece) for piece in sorted(pieces, key=len) if mutant.line in piece)
+        yield inside
 
 
 def _moved(before: str, now: str) -> dict[int, int]:
