@@ -5,7 +5,9 @@ import json
 import re
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from deepspeed_cad.cli import profile as profile_command
 from deepspeed_cad.cli import progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
+from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choose_profile, measure, speed
 from deepspeed_cad.profiles import profile as choice
@@ -56,29 +59,87 @@ def test_a_call_has_one_task_where_no_more_fit(sizes: measure.Sizes, most: int) 
 
 def test_whole_documents_weigh_more_and_mixed_ones_nothing() -> None:
     """Where no cost model fits all: shards take a half longer than it says, mixed lengths ten times as long."""
-    measured = []
-    for one in measured_as((1.1e-11, 6.6e-9, 2.4e-9, 1e-6)):
-        off = 1.5 if one.call.begin.any() else 1.0 if one.call.fitted else 10.0
-        measured.append(replace(one, forward=off * one.forward, backward=off * one.backward))
-    fit, fitted = measure.fit_measured(measured), np.array([one.call.fitted for one in measured])
+    exact = measured_as((1.1e-11, 6.6e-9, 2.4e-9, 1e-6))
+    off = [1.5 if one.call.begin.any() else 1.0 if one.call.fitted else 10.0 for one in exact]
+    measured = [measure.Measured(one.call, by * one.forward, by * one.backward) for one, by in zip(exact, off)]
     counts, seconds = np.array([one.call.counts for one in measured]), np.array([one.seconds for one in measured])
-    shards = np.array([bool(one.call.begin.any()) for one in measured])
-    expected = measure.fit_cost(counts, seconds, np.where(shards, 1.0, measure.DOCUMENT_WEIGHT) * fitted)
+    weights = [{1.5: 1.0, 1.0: measure.DOCUMENT_WEIGHT, 10.0: 0.0}[by] for by in off]
+    fit, expected = measure.fit_measured(measured), measure.fit_cost(counts, seconds, np.array(weights))
     assert [fit.pair, fit.row, fit.key, fit.task] == expected.tolist()
 
 
-def test_gpus_are_measured_in_larger_sizes() -> None:
+def test_gpus_are_measured_in_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [measure.sizes_for(device, quick) for device in (CPU, GPU) for quick in (False, True)]
     assert found == [measure.CPU, measure.CPU_QUICK, measure.GPU, measure.GPU_QUICK]
+    free = [8192 * 1000 + 4095, 4096]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.pop(0), 1 << 40))
+    # Of 128 + 128 elements K, V, their gradients and these for each of 4 heads in bf16, and the gradients in fp32.
+    assert [measure.most_keys(GPU, USUAL_SHAPE) for _ in range(2)] == [1000, 1], "half of what is free"
 
 
-@pytest.mark.parametrize("measured", [measured_as((0, 0, 0, 0)), measured_as((1.0, 0, 0, 0))[:2]])
+@pytest.mark.parametrize("keys, most", [(128, 1 << 40), (1 << 40, 128)])
+def test_what_is_measured_as_counted_by_hand(keys: int, most: int) -> None:
+    """For 4 head groups and for one, with keys that are bounded by the sizes or by memory."""
+    sizes = measure.Sizes(64, (16, 64), (8, 16), (32, 64), keys, repeats=1, budget=1.0, mixes=1)
+    found = {kind: [one for one in measure.calls(sizes, 4, most) if one.label.startswith(kind)] for kind in "dsm"}
+    # Two documents of 136 pairs for each group, four of them, and one of 64 tokens.
+    counts = [[1088, 128, 128, 8], [544, 64, 64, 4], [2080, 64, 64, 1]]
+    assert [(one.groups, one.counts) for one in found["d"]] == list(zip((4, 1, 1), counts))
+    for one, (share, rows, prefix) in zip(found["s"], product((4, 1), (8, 16), (32, 64)), strict=True):
+        assert (one.begin % rows == 0).all() and (one.end - one.begin == rows).all() and one.end.max() <= prefix
+        assert one.groups == share and one.end.sum() <= 128 // share and len(one.end) <= 64 // rows and one.fitted
+        pairs = sum(sum(range(begin + 1, begin + rows + 1)) for begin in one.begin.tolist())
+        assert one.counts == [share * all_ for all_ in (pairs, rows * len(one.end), one.end.sum(), len(one.end))]
+    assert [(one.groups, int(one.end.sum()), one.fitted) for one in found["m"]] == [(4, 32, False), (1, 64, False)]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float64)])
+def test_kernels_are_given_the_rows_and_keys_of_a_call(size: int, dtype: torch.dtype) -> None:
+    """Rows [0, 3) and [5, 9) with the keys before them, for 3 head groups of 2 heads."""
+    given: list[Any] = []
+    kernel: Any = SimpleNamespace(backward=lambda *its: given.append(its))
+    kernel.forward = lambda *its: (given.append(its), "lse")
+    call = measure.Call("two shards", np.array([0, 5]), np.array([3, 9]), 3)
+    measure.time_call(kernel, CPU, HeadShape(8, 4, 16, 5, size), call, 2, 99.0)
+    (q, k, v, sequences, rule), *_, (do, *rest) = given
+    shapes = [(7, 6, 16), (12, 3, 16), (12, 3, 5), (7, 6, 5)]
+    assert [(tuple(one.shape), one.dtype) for one in (q, k, v, do)] == [(shape, dtype) for shape in shapes]
+    assert [one.tolist() for one in vars(sequences).values() if not isinstance(one, int)] == [[0, 3, 7], [0, 3, 12]] * 2
+    assert (sequences.max_q, sequences.max_k, rule) == (4, 9, MaskRule(0.25))
+    assert rest == [q, k, v, None, "lse", sequences, rule] and len(given) == 1 + 3 + 3
+
+
+@pytest.mark.parametrize("device, times, most, least", [
+    (CPU, [4, 3, 5, 1], (9, 12), 1), (CPU, [4, 3, 5], (2, 99), 3), (CPU, [4], (9, 3), 4), (CPU, [0, 0], (1, 1), 0),
+    (CPU, [0.5, 0.25, 0.5], (9, 1), 0.25), (GPU, [9, 4, 6, 5], (9, 1), 5), (GPU, [9, 1, 6, 5, 7, 2], (4, 99), 5),
+])  # fmt: skip
+def test_calls_are_repeated_as_time_allows(monkeypatch: Any, device: Any, times: Any, most: Any, least: Any) -> None:
+    """The least counts on a CPU, and on a GPU the median behind a first call, which compiles."""
+    left = list(times)
+    monkeypatch.setattr(measure, "_once", lambda run, device: left.pop(0))
+    assert measure._seconds(list, device, *most) == least and not left
+
+
+def test_of_all_rounds_the_least_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, told, how = np.random.default_rng(0).random((2, 12, 2)), list[str](), set[Any]()
+    each = iter(times.reshape(-1, 2).tolist())
+    monkeypatch.setattr(measure, "time_call", lambda kernel, device, shape, call, *its: (
+        how.add((kernel, device, shape, *its)), measure.Measured(call, *next(each)))[1])  # fmt: skip
+    sizes = replace(TINY, rounds=2, repeats=3, budget=0.5)
+    found = measure.measure_calls("a kernel", CPU, USUAL_SHAPE, sizes, told.append)  # type: ignore[arg-type]
+    assert [[one.forward, one.backward] for one in found] == times.min(axis=0).tolist()
+    assert told == [f"attention call {number} of 24" for number in range(1, 25)]
+    assert how == {("a kernel", CPU, USUAL_SHAPE, 3, 0.5)}
+
+
+@pytest.mark.parametrize("measured", [measured_as((0, 0, 0, 0)), measured_as((1.0, 0, 0, 0))[:3]])
 def test_the_fit_refuses_times_that_say_nothing(measured: Any) -> None:
+    assert measure.fit_measured(measured_as((1.0, 0, 0, 0))[:4]).pair == pytest.approx(1.0), "one more says enough"
     with pytest.raises(CADError, match="cannot be fitted"), np.errstate(divide="ignore", invalid="ignore"):
         measure.fit_measured(measured)
 
 
-def test_ratios_become_seconds_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_become_seconds_of_this_machine(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """512 tokens take 131,328 pairs, 512 rows and 512 keys; 3 s for them is the scale of all."""
     asked: list[Any] = []
 
@@ -99,9 +160,7 @@ def test_ratios_become_seconds_of_this_machine(monkeypatch: pytest.MonkeyPatch) 
     before = torch.get_rng_state()
     assert 0 < speed.in_seconds(GENERIC_GPU, CPU, "auto").entries[0].pair < 1e-5, "and really timed"
     assert torch.equal(torch.get_rng_state(), before), "what the training draws is as without CAD"
-
-
-def test_ratios_stay_where_the_kernel_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    # They stay where the kernel does not run.
     assert speed.in_seconds(GENERIC_GPU, CPU, "none_such") is GENERIC_GPU
     assert "there is no kernel none_such" in caplog.text
 
@@ -194,10 +253,11 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     for change in ({"entries": PROFILE.entries[:1] * 2}, {"inside": 7.0}, {"between": 7.0}, {"unit": "pairs"}):
         assert replace(PROFILE, **change).figures != PROFILE.figures
     # Of what a file leaves out there is nothing.
-    least = {"shape": vars(USUAL_SHAPE), "pair": 1.0}
+    least = {"shape": vars(HeadShape(1, 1, 1, 1, 1)), "pair": 1.0}
     path.write_text(json.dumps({"machine": "some GPU", "kernel": "any", "entries": [least]}))
     (entry,) = Profile.load(path).entries
-    assert vars(entry) == least | {"shape": USUAL_SHAPE} | dict.fromkeys(("row", "key", "task", "error", "worst"), 0.0)
+    none = dict.fromkeys(("row", "key", "task", "error", "worst"), 0.0)
+    assert vars(entry) == least | {"shape": HeadShape(1, 1, 1, 1, 1)} | none
     with pytest.raises(CADConfigError, match="cannot be written"):
         PROFILE.save(path / "below a file.json")
 
@@ -208,29 +268,21 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     ({"between": "fast"}, "'fast' at between"), ({"entries": [{"pair": 1.0}]}, "no key 'shape' at entries"),
     ({"entry.pair": 0}, "0 at entries.0..pair"), ({"entry.task": True}, "True at entries.0..task"),
     ({"shape.groups": 5}, "32 query heads in 5 groups"),
-    ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"),
+    ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"), ({"shape.head_dim": 0}, "0 at entries.0..shape"),
+    ("", "not JSON"), ("[]", "expected an object"), (None, "cannot be read"),
 ])  # fmt: skip
-def test_bad_files_are_refused_with_the_place(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_bad_files_are_refused_with_the_place(change: Any, said: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     content = json.loads(path.read_text())
-    for key, value in change.items():
+    for key, value in change.items() if isinstance(change, dict) else ():
         where, _, name = key.rpartition(".")
         entry = content["entries"][0]
         {"": content, "entry": entry, "shape": entry["shape"]}[where][name] = value
-    path.write_text(json.dumps(content))
+    path.write_text(change if isinstance(change, str) else json.dumps(content))
     with pytest.raises(CADConfigError, match=said) as caught:
-        Profile.load(path)
+        choose_profile(str(path if change is not None else tmp_path / "no_profile.json"), CPU)
     assert "profile.json" in str(caught.value) and "deepspeed-cad profile" in str(caught.value)
-
-
-@pytest.mark.parametrize("text, said", [("", "not JSON"), ("[]", "expected an object"), (None, "cannot be read")])
-def test_files_that_are_no_profiles(text: str | None, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(CADConfigError, match=said):
-        choose_profile(str(path), CPU)
 
 
 @pytest.mark.parametrize("words, said", [
@@ -246,9 +298,7 @@ def test_the_subcommand_refuses(words: list[str], said: str, capsys: pytest.Capt
 TINY = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
 
 
-def test_the_subcommand_writes_and_adds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_subcommand_writes_and_adds(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.setattr(profile_command, "sizes_for", lambda device, quick: TINY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(profile_command, "NOISY", float("inf"))  # so few and short calls fit as they may
@@ -283,9 +333,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return off
 
 
-def test_times_that_do_not_fit_are_not_written(
-    timed: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_that_do_not_fit_are_not_written(timed: list[float], tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     timed += [11.0, 14.0, 17.0]
@@ -296,9 +344,7 @@ def test_times_that_do_not_fit_are_not_written(
     assert Profile.load(path) == PROFILE, "what was there stays"
 
 
-def test_the_default_file_is_the_one_that_auto_finds(
-    timed: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_file_is_what_auto_finds(timed: Any, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     path, other = (choice.user_path(machine, "torch_math") for machine in (choice.machine_name(CPU), "a GPU (80 GB)"))
     assert other == tmp_path / ".cache" / "deepspeed_cad" / "a-gpu-80-gb-torch_math.json"
@@ -333,17 +379,13 @@ def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) ->
 
 def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
+    first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
+    assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
+    assert second[0] == 0 and "do not fit" not in second[1], "it neither waits nor fails"
     first, second = workers.run(profile_of_two, 2, str(path), free_port(), float("inf"))
     assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and "GB/s" not in second[1]
     profile = Profile.load(path)
     assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
-
-
-def test_under_a_launcher_a_failure_of_rank_0_ends_all(workers: WorkerPool, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
-    assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
-    assert second[0] == 0 and "do not fit" not in second[1], "it neither waits nor fails"
 
 
 # Speeds of ranks: what is measured, what it is relative to, and when it is left out
@@ -362,19 +404,11 @@ def test_speeds_are_relative_to_rank_0(monkeypatch: Any) -> None:
     assert timed == [(TOKENS["cpu"], speed.REPEATS["cpu"], speed.BUDGET["cpu"])]
 
 
-def test_nothing_is_measured_where_any_rank_is_deterministic(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_speeds_are_not_known_all_count_as_equal(caplog: pytest.LogCaptureFixture) -> None:
     assert _find("measure", [1.0, 2.0], deterministic=[False, True]) is None
     assert '"speeds" is "measure" and does nothing' in caplog.text
-
-
-def test_a_rank_that_cannot_time_its_kernel_leaves_all_equal(caplog: pytest.LogCaptureFixture) -> None:
     assert _find("measure", [1.0, 0.0, 1.0]) is None
     assert "did not run at the start on ranks [1]" in caplog.text
     told: list[int] = []
-
-    def gather(mine: int) -> list[int]:
-        told.append(mine)
-        return [mine]
-
-    assert find_speeds("measure", CPU, "flash_attn_4", gather, False) is None
+    assert find_speeds("measure", CPU, "flash_attn_4", lambda mine: told.append(mine) or [mine], False) is None
     assert told == [0, 0]
