@@ -77,6 +77,8 @@ def test_ranks_hardly_hold_each_other_up(tasks: np.ndarray) -> None:
     assert longer(Cut()) == 1 and longer(Cut(8)) > 1.15 and needed(tasks, Cut(8), room) < room.limit
     found = waves_within(tick, tasks, 1, 8, None, Cut(), room).cut
     assert longer(found) <= waves.LONGER and needed(tasks, found, room) <= room.limit
+    more = room._replace(most=2 * room.limit)
+    assert waves_within(tick, tasks, 1, 8, None, Cut(), more).cut == found, "not more than the limit where that fits"
 
 
 def test_a_limit_that_nobody_set_is_no_reason_to_wait(tasks: np.ndarray) -> None:

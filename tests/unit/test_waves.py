@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cases
 import numpy as np
 import pytest
@@ -53,19 +55,21 @@ def test_waves_are_the_plan_in_parts(name: str, waves: int, window: int | None) 
 
 
 @pytest.mark.parametrize("window, sinks, travel, cut, recompute", [
-    (None, False, False, False, False), (19, True, True, False, False), (5, False, False, True, True),
-    (None, True, False, False, True),
+    (None, None, False, False, False), (19, SINKS, True, False, False), (5, None, False, True, True),
+    (None, SINKS, False, False, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("waves", [2, 8])
+@pytest.mark.parametrize("waves, blocks", [(2, 0), (8, 0), (6, 4)])
 def test_attention_in_waves_is_exact(
-    name: str, waves: int, window: int | None, sinks: bool, travel: bool, cut: bool, recompute: bool
+    name: str, waves: int, blocks: int, window: int | None, sinks: Any, travel: bool, cut: bool, recompute: bool
 ) -> None:
     """Values have another size than keys; head groups are fewer than 4 waves; some ranks have no tokens."""
     layout = cases.layouts()[name]
     modes = Modes(local_first=bool(waves % 2), recompute=recompute, sinks_travel=travel)
     cut = cut and layout.can_cut(layout.tokens // 2)
-    ranks = Ranks(layout, MaskRule(DIM**-0.5, window), modes, SINKS if sinks else None, cut, seed=3, waves=waves)
+    ranks = Ranks(layout, MaskRule(DIM**-0.5, window), modes, sinks, cut, seed=3, waves=waves, blocks=blocks)
+    often = any(call.setup.schedule.keys_return_often for call in ranks.calls[0])
+    assert often or not blocks or name not in ("two", "documents over borders", "a rank with no tokens")
     assert max(ranks.run().values()) < 1e-10
     for transport in ranks.network.transports:
         assert transport.exchanges == 4 * waves * len(ranks.ticks)
@@ -89,15 +93,6 @@ def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
     # With a window a later block reads no more keys than the first.
     parts = split_tasks(tick, tasks[:1], 100, Cut(3, 4, 16))
     assert [part[:, 1:3].tolist() for part in parts] == [[[100, 340]], [[340, 580], [580, 820]], [[820, 1000]]]
-
-
-@pytest.mark.parametrize("window", [None, 19])
-@pytest.mark.parametrize("name", ["two", "documents over borders", "a rank with no tokens"])
-@pytest.mark.parametrize("waves", [2, 6])
-def test_attention_in_blocks_of_rows_is_exact(name: str, waves: int, window: int | None) -> None:
-    ranks = Ranks(cases.layouts()[name], MaskRule(DIM**-0.5, window), Modes(), SINKS, seed=5, waves=waves, blocks=4)
-    assert any(call.setup.schedule.keys_return_often for call in ranks.calls[0])
-    assert max(ranks.run().values()) < 1e-10
 
 
 def test_waves_change_no_bit() -> None:
