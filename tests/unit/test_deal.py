@@ -1,6 +1,7 @@
 """Documents dealt out to ranks: nothing lost, no row too long, never later, as even as it can be; order of rows."""
 
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def check(step: Step, costs: Costs, dealt: Dealt) -> None:
     held = np.zeros((ranks, micro_batches), np.int64)
     pieces, lengths = dealt.pieces, []
     for micro_batch in range(micro_batches):
-        rows = []
+        rows, copies = [], 0
         for rank in range(ranks):
             mine = pieces.order[((pieces.rank == rank) & (pieces.micro_batch == micro_batch))[pieces.order]]
             assert len(mine), "every rank keeps a document in every micro-batch"
@@ -42,21 +43,17 @@ def check(step: Step, costs: Costs, dealt: Dealt) -> None:
             held[rank, micro_batch] = end.max() * len(mine) if step.padded else (end - begin).sum()
             if end[-1] < step.length[pieces.document[mine[-1]]]:
                 # A copy of the token that comes next, for its label.
-                begin, end = np.append(begin, 0), np.append(end, 1)
+                begin, end, copies = np.append(begin, 0), np.append(end, 1), copies + 1
                 assert held[rank, micro_batch] < step.tokens.max()
             assert step.padded or (begin[1:] == 0).all()
             offset = np.cumsum(end - begin) - (end - begin)
             rows.append(LocalSegments(begin, end, offset, int((end - begin).sum())))
-        copies = sum(one.tokens for one in rows) - int(held[:, micro_batch].sum())
         found = assemble(rows).segments
-        if not step.padded:
-            ends = np.zeros(int(found.document.max()) + 1, np.int64)
-            np.maximum.at(ends, found.document, found.end)
-            ends = np.sort(ends)
-            assert (ends[:copies] == 1).all()
-            lengths += ends[copies:].tolist()
-        else:
-            lengths += found.end.tolist()
+        ends = np.zeros(int(found.document.max()) + 1, np.int64)
+        np.maximum.at(ends, found.document, found.end)
+        ends = np.sort(ends)
+        assert (ends[:copies] == 1).all()
+        lengths += ends[copies:].tolist()
     assert sorted(lengths) == sorted(step.length.tolist())
     assert np.array_equal(held, dealt.tokens) and held.max() <= step.tokens.max()
     assert dealt.after <= dealt.before
@@ -81,19 +78,14 @@ def steps(draw: st.DrawFn) -> Step:
     steps(), st.sampled_from([0.0, 1.0, 30.0]), st.sampled_from([None, [0, 0, 1, 1, 1], [0, 1, 0, 1, 0]]),
     st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_whatever_is_dealt_holds_each_token_once(
-    step: Step, attention: float, hosts: list[int] | None, slow: bool, cuts: bool
-) -> None:
+def test_what_is_dealt_holds_each_token_once(step: Step, attention: float, hosts: Any, slow: bool, cuts: bool) -> None:
     costs = costs_of(step, attention)
     if slow:
         costs = Costs(costs.work, costs.each * np.linspace(1.0, 2.0, len(costs.each)), costs.speed)
     host = None if hosts is None else np.array(hosts[: len(step.tokens)])
     dealt = deal(step, costs, 0.05, host, cuts)
-    if dealt is None:
-        return
-    check(step, costs, dealt)
-    again = deal(step, costs, 0.05, host, cuts)
-    assert again is not None and again.fingerprint() == dealt.fingerprint()
+    if dealt is not None:
+        check(step, costs, dealt)
 
 
 def test_deals_change_on_purpose() -> None:
@@ -168,16 +160,12 @@ def test_rows_are_filled_by_their_shares(lengths: list, shares: list, most: int,
 
 def test_hosts_are_even_first() -> None:
     """A long document makes its rank late: its host gets less else, so that attention moves inside the host."""
-    step = step_of([[[200]], [[20] * 10], [[20] * 10], [[20] * 60]])
+    step, host = step_of([[[200]], [[20] * 10], [[20] * 10], [[20] * 60]]), np.array([0, 0, 1, 1])
     costs = costs_of(step)
-    at_home = np.array([0, 0, 1, 1])
-
-    def load_of_hosts(hosts: np.ndarray | None) -> np.ndarray:
-        dealt = deal(step, costs, 0.05, hosts)
-        return np.bincount(at_home[dealt.pieces.rank], (costs.work + step.length * EACH), 2)
-
-    apart, together = load_of_hosts(None), load_of_hosts(at_home)
-    assert together.max() / together.mean() < apart.max() / apart.mean() - 0.02
+    dealt = [deal(step, costs, 0.05, hosts) for hosts in (None, host)]
+    loads = [np.bincount(host[one.pieces.rank], costs.work + step.length * EACH, 2) for one in dealt]
+    apart, together = (load.max() / load.mean() for load in loads)
+    assert together < apart - 0.02
 
 
 def test_rank_0_keeps_its_order_and_the_others_follow_it() -> None:

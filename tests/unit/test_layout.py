@@ -15,13 +15,6 @@ from deepspeed_cad.layout import Layout, LocalSegments, assemble, segments_from_
 lengths = st.lists(st.integers(1, 40), max_size=12)
 
 
-@given(lengths)
-def test_positions_and_cumulative_lengths_agree(own: list[int]) -> None:
-    positions = np.concatenate([np.arange(n) for n in own]) if own else np.zeros(0, np.int64)
-    ends = np.concatenate([[0], np.cumsum(own)])
-    assert segments_from_positions(positions).same_as(segments_from_cumulative(ends, int(ends[-1])))
-
-
 @given(lengths, st.integers(1, 5), st.integers(1, 60))
 def test_a_stream_joins_again_at_rank_borders(own: list[int], ranks: int, per_rank: int) -> None:
     if sum(own) > ranks * per_rank:

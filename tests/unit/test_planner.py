@@ -131,9 +131,7 @@ LATE, LATER = {"base_load": np.array([0.0, 8.0])}, {"base_load": np.array([0.0, 
     ([12.0, 8.0], LATE, 2, "were wanted"), ([20.0, 0.0], LATER, 0, ""),
     ([19.5, 0.5], NONE, 1, "rank 1 with 0.5 where 0 to 0 were wanted"),
 ])  # fmt: skip
-def test_ranks_out_of_the_tolerance_are_noted(
-    work: list[float], fields: dict[str, Any], ranks: int, farthest: str
-) -> None:
+def test_ranks_out_of_the_tolerance_are_noted(work: list[float], fields: Any, ranks: int, farthest: str) -> None:
     notes = plan(work, **fields).notes
     start = f"{ranks} of 2 ranks are out of the tolerance of 0.05: the granularity, or too few rows; the farthest is"
     assert not notes if not ranks else notes[0].startswith(start) and notes[0].endswith(farthest)

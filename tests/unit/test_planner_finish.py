@@ -38,9 +38,7 @@ def flows(out: dict[tuple[int, int], tuple[int, int]], waiting: list[float], hos
     return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3), parts, served)
 
 
-def times(
-    work: list[float], moved: Flows, hosts: list[int], base: list[float] | None = None, waves: int = 1, **fields: Any
-) -> Any:
+def times(work: Any, moved: Flows, hosts: list[int], base: Any = None, waves: int = 1, **fields: Any) -> Any:
     tick = Layout.from_rank_lengths([[1]] * len(work)).tick()
     floor = None if base is None else np.array(base)
     problem = PlanInput(tick, SHAPE, LINKS, hosts=np.array(hosts), base_load=floor, **fields)
@@ -122,11 +120,6 @@ def ends(layout: Layout, plan: Plan, seconds: np.ndarray) -> np.ndarray:
     return end
 
 
-def attention(layout: Layout) -> np.ndarray:
-    work = COST.of(layout.segments.begin, layout.segments.end) * HEADS.groups
-    return np.bincount(layout.segments.rank, work, layout.ranks)
-
-
 @pytest.mark.parametrize("lengths", [
     [[4096] * 4, [4096, 4096, 1600]],  # rows 100 % and 60 % full
     [[4096] * 4, [9792]],
@@ -134,7 +127,8 @@ def attention(layout: Layout) -> np.ndarray:
 ])  # fmt: skip
 def test_whole_layers_end_together_where_attention_fills_the_difference(lengths: list[list[int]]) -> None:
     layout = Layout.from_rank_lengths(lengths)
-    work, tokens = attention(layout), layout.tokens
+    own, tokens = layout.segments, layout.tokens
+    work = np.bincount(own.rank, COST.of(own.begin, own.end) * HEADS.groups, layout.ranks)
     # Outside attention a layer takes as long as half of the mean attention of the fullest rank.
     seconds = np.full(layout.ranks, 0.5 * work.mean() / tokens.max())
     even = (seconds * tokens + work.mean()).mean()
