@@ -97,8 +97,7 @@ def test_what_is_measured_as_counted_by_hand(keys: int, most: int) -> None:
 def test_kernels_are_given_the_rows_and_keys_of_a_call(size: int, dtype: torch.dtype) -> None:
     """Rows [0, 3) and [5, 9) with the keys before them, for 3 head groups of 2 heads."""
     given: list[Any] = []
-    kernel: Any = SimpleNamespace(backward=lambda *its: given.append(its))
-    kernel.forward = lambda *its: (given.append(its), "lse")
+    kernel: Any = SimpleNamespace(forward=lambda *x: (given.append(x), "lse"), backward=lambda *x: given.append(x))
     call = measure.Call("two shards", np.array([0, 5]), np.array([3, 9]), 3)
     measure.time_call(kernel, CPU, HeadShape(8, 4, 16, 5, size), call, 2, 99.0)
     (q, k, v, sequences, rule), *_, (do, *rest) = given
@@ -144,46 +143,44 @@ def test_ratios_become_seconds_of_this_machine(monkeypatch: Any, caplog: pytest.
     asked: list[Any] = []
 
     def time_call(kernel: Any, device: Any, shape: HeadShape, call: Any, *sizes: Any) -> Any:
-        asked.append((kernel.name, shape))
+        asked.append((kernel.name, shape, call.counts, sizes))
         return measure.Measured(call, 1.0, 2.0)
 
     monkeypatch.setattr(speed, "time_call", time_call)
     found = speed.in_seconds(GENERIC_GPU, CPU, "auto")
-    assert asked == [("torch_math", HeadShape(4, 1, 128, 128, 4))]
+    assert asked == [("torch_math", HeadShape(4, 1, 128, 128, 4), [131328.0, 512.0, 512.0, 1.0], (3, 0.1))]
     (entry,), (ratio,) = found.entries, GENERIC_GPU.entries
     scale = 3.0 / (131328 * ratio.pair + 512 * ratio.row + 512 * ratio.key)
     assert (entry.pair, entry.row, entry.key) == pytest.approx((scale, scale * 490, scale * 250))
-    assert found.unit == "seconds" and "torch_math, timed at start" in found.name
-    seconds = speed.in_seconds(GENERIC_GPU, CPU, "torch_math").cost_for(USUAL_SHAPE).of([0], [512])
-    assert float(seconds.sum()) == pytest.approx(3.0)
+    assert (found.unit, found.kernel) == ("seconds", "torch_math, timed at start") and "ratios; 3e+03" in found.source
+    assert speed.in_seconds(GENERIC_GPU, CPU, "torch_math").cost_for(USUAL_SHAPE).of(0, 512) == pytest.approx(3.0)
     monkeypatch.undo()
     before = torch.get_rng_state()
     assert 0 < speed.in_seconds(GENERIC_GPU, CPU, "auto").entries[0].pair < 1e-5, "and really timed"
     assert torch.equal(torch.get_rng_state(), before), "what the training draws is as without CAD"
     # They stay where the kernel does not run.
-    assert speed.in_seconds(GENERIC_GPU, CPU, "none_such") is GENERIC_GPU
-    assert "there is no kernel none_such" in caplog.text
+    same = speed.in_seconds(GENERIC_GPU, CPU, "none_such")
+    assert same is GENERIC_GPU and same.cost_for(USUAL_SHAPE).row == 490 and "no kernel none_such" in caplog.text
 
 
 def test_costs_scale_with_heads_and_sizes() -> None:
-    assert PROFILE.cost_for(USUAL_SHAPE).pair == ENTRY.pair
-    assert PROFILE.cost_for(replace(USUAL_SHAPE, query_heads=64, groups=16)) == PROFILE.cost_for(USUAL_SHAPE)
+    cost = PROFILE.cost_for(USUAL_SHAPE)
+    assert PROFILE.cost_for(replace(USUAL_SHAPE, query_heads=64, groups=16)) == cost and cost.pair == ENTRY.pair
     wider = PROFILE.cost_for(HeadShape(16, 2, 192, 128, 2))  # 8 heads a group of 320 instead of 4 of 256
     for name in ("pair", "row", "key", "task"):
         assert getattr(wider, name) == pytest.approx(getattr(ENTRY, name) * 2.5)
     double = PROFILE.cost_for(replace(USUAL_SHAPE, bytes_per_element=4))
     assert (double.pair, double.row, double.key) == pytest.approx((ENTRY.pair, 2 * ENTRY.row, 2 * ENTRY.key))
-    cost = PROFILE.cost_for(USUAL_SHAPE)
     assert (cost.unit, cost.byte_inside, cost.byte_between) == ("seconds", 2 / 4e11, 2 / 5e10)
     assert replace(PROFILE, inside=None, between=None).cost_for(USUAL_SHAPE).byte_inside == 0
 
 
 def test_the_nearest_head_shape_is_scaled() -> None:
-    small, many = HeadShape(32, 8, 64, 64, 2), HeadShape(32, 2, 128, 128, 2)
-    profile = replace(PROFILE, entries=(ENTRY, ShapeCost(small, 7e-12), ShapeCost(many, 5e-11)))
+    small, many, fp32 = HeadShape(32, 8, 64, 64, 2), HeadShape(32, 2, 128, 128, 2), HeadShape(32, 8, 128, 128, 4)
+    profile = replace(PROFILE, entries=(ShapeCost(small, 7e-12), ShapeCost(many, 5e-11), ShapeCost(fp32, 9e-11), ENTRY))
     assert profile.cost_for(replace(small, groups=32)).pair == pytest.approx(7e-12 / 4)
     assert profile.cost_for(replace(many, query_heads=24)).pair == pytest.approx(5e-11 * 12 / 16)
-    assert profile.cost_for(USUAL_SHAPE).pair == ENTRY.pair
+    assert [profile.cost_for(one).pair for one in (USUAL_SHAPE, replace(fp32, head_dim=64))] == [1e-11, 0.75 * 9e-11]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, kernel: str) -> None:
@@ -232,8 +229,7 @@ def test_ratios_become_seconds_where_times_may_count(
 
 
 def test_shipped_profiles_are_sound() -> None:
-    paths = sorted(SHIPPED.glob("*.json"))
-    assert paths
+    assert (paths := sorted(SHIPPED.glob("*.json")))
     for path in paths:
         profile = Profile.load(path)
         assert profile.date and profile.commit and profile.source, path
@@ -246,12 +242,16 @@ def test_shipped_profiles_are_sound() -> None:
 
 
 def test_files_come_back_as_they_were(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "profile.json"
+    path = tmp_path / "new" / "folder" / "profile.json"
     PROFILE.save(path)
-    assert Profile.load(path) == PROFILE and Profile.load(path).figures == PROFILE.figures
-    assert replace(PROFILE, date="another day").figures == PROFILE.figures
+    assert Profile.load(path) == PROFILE and replace(PROFILE, date="another day").figures == PROFILE.figures
     for change in ({"entries": PROFILE.entries[:1] * 2}, {"inside": 7.0}, {"between": 7.0}, {"unit": "pairs"}):
         assert replace(PROFILE, **change).figures != PROFILE.figures
+    # An earlier one gives what is not there, and of another machine nothing.
+    other = replace(PROFILE, entries=(replace(ENTRY, pair=1.0), ShapeCost(HeadShape(1, 1, 1, 1, 1), 2.0)), inside=1.0)
+    assert PROFILE.with_entries_of(other) == replace(PROFILE, entries=(ENTRY, other.entries[1]))
+    assert replace(other, inside=None, between=None).with_entries_of(PROFILE) == replace(other, inside=PROFILE.inside)
+    assert replace(other, machine="another").with_entries_of(PROFILE) == replace(other, machine="another")
     # Of what a file leaves out there is nothing.
     least = {"shape": vars(HeadShape(1, 1, 1, 1, 1)), "pair": 1.0}
     path.write_text(json.dumps({"machine": "some GPU", "kernel": "any", "entries": [least]}))
