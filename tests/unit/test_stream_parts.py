@@ -35,12 +35,14 @@ def test_parts_are_the_stream_with_its_targets(lengths: list[int], ranks: int) -
 
 def test_arrays_and_other_fields() -> None:
     positions = np.array([[0, 1, 2, 0, 1]])
-    batch = {"position_ids": positions, "weights": positions * 2.0, "name": "a stream", "scale": np.ones(3)}
+    weights = positions[..., None] * [2.0, 1.0]
+    batch = {"position_ids": positions, "weights": weights, "name": "a stream", "scale": np.ones(3)}
     batch |= {"cu_seq_lens_q": np.array([0, 3, 5]), "max_length_q": 3}  # of the whole stream
     part = shard_stream(batch, 1, 2)
-    assert part["position_ids"].tolist() == [[0, 1]] and part["weights"].tolist() == [[0.0, 2.0]]
+    assert part["position_ids"].tolist() == [[0, 1]] and part["weights"].tolist() == [[[0.0, 0.0], [2.0, 1.0]]]
     assert part.keys() == {"position_ids", "weights", "name", "scale"}
     assert part["name"] == "a stream" and part["scale"].tolist() == [1, 1, 1]
+    assert shard_stream({"position_ids": positions[:, :0]}, 1, 2, zigzag=True)["position_ids"].shape == (1, 0)
 
 
 @pytest.mark.parametrize("as_numpy", [False, True])
@@ -59,21 +61,26 @@ def test_a_stream_is_dealt_out_in_zigzag(as_numpy: bool) -> None:
 
 
 @pytest.mark.parametrize("lengths, order", [
-    ([3, 20, 8, 1], [1, 2, 0, 3]),  # one document is longer than a host
-    ([1, 15, 14, 2], [1, 0, 2, 3]),  # the longest go to different hosts, and no document lies on two
+    ([5, 3, 18, 5, 1], [2, 0, 3, 1, 4]),  # one document is longer than a host
+    ([14, 2, 9, 5, 2], [0, 4, 2, 3, 1]),  # each goes to the host with least attention, and none lies on two
 ])  # fmt: skip
 def test_documents_are_ordered_by_host(lengths: list[int], order: list[int]) -> None:
     """Two hosts of two ranks, 8 tokens each."""
     assert order_by_host(lengths, 4, 8, 2) == order
     layout = Layout.from_stream([lengths[one] for one in order], 4, 8)
-    hosts = [set(layout.segments.rank[layout.segments.document == one] // 2) for one in range(4)]
+    hosts = [set(layout.segments.rank[layout.segments.document == one] // 2) for one in range(len(order))]
     assert sum(len(one) > 1 for one in hosts) == (max(lengths) > 16)
+    stream = training.pack(docs := training.documents(lengths, seed=0))
+    parts = [shard_stream(stream, rank, 4, ranks_per_host=2)["input_ids"] for rank in range(4)]
+    assert torch.equal(torch.cat(parts, dim=1)[0], torch.cat([docs[one] for one in order]))
     assert order_by_host([9, 8, 7], 3, 8, 2) == [0, 2, 1], "the last host has one rank"
-    assert order_by_host([10, 10, 10, 2], 4, 8, 2) == [0, 3, 2, 1], "one fits nowhere, and lies across the border"
+    assert order_by_host([10, 10, 10, 11, 7], 6, 8, 2) == [3, 2, 0, 4, 1], "two fit nowhere, and lie across borders"
+    assert order_by_host([1, 7], 2, 4, 1) == order_by_host([1, 7], 2, 4, 2) == [1, 0], "hosts of one rank, and of all"
 
 
 @pytest.mark.parametrize("change, given, message", [
     ({}, {"rank": 2}, "ranks are 0 to 1"),
+    ({}, {"rank": -1}, "rank -1 of 2"),
     ({"position_ids": None}, {}, "needs position_ids"),
     ({"position_ids": torch.zeros(2, 4)}, {}, "one packed row"),
     ({"labels": torch.zeros(1, 3)}, {}, "labels has shape"),

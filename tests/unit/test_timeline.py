@@ -3,13 +3,15 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_cad import trace
 from deepspeed_cad.cli import main
-from deepspeed_cad.trace import ASIDE, COMPUTE, STEP, Span, Tracer, merge_parts, part_path, to_events
+from deepspeed_cad.trace import ASIDE, COMPUTE, STEP, Span, Tracer, merge_parts, open_tracer, part_path
 
 CPU = torch.device("cpu")
 
@@ -21,25 +23,6 @@ def test_what_lies_between_spans_is_the_models() -> None:
     ]  # fmt: skip
     gaps = [(1, False, 0.0, 0.1), (None, True, 0.2, 0.4)]
     assert trace.name_gaps(spans) == [Span(COMPUTE, trace.MODEL, *gap) for gap in gaps]
-
-
-def test_events_of_a_rank() -> None:
-    spans = [
-        Span(STEP, "micro-batch 2", None, False, 0.0, 0.5),
-        Span(COMPUTE, "local", 1, True, 0.0, 0.5, {"layer": "x"}),
-        Span(ASIDE, "served", 0, False, 0.25, 0.5),
-    ]
-    events = to_events(7, spans)
-    assert all(event["pid"] == 7 for event in events)
-    lanes = [STEP, COMPUTE, ASIDE]
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 7"]
-    assert {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"} == dict(enumerate(lanes))
-    found = {e["name"]: (lanes[e["tid"]], e["cat"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"}
-    assert found == {
-        "micro-batch 2": (STEP, "forward", 0.0, 0.5e6, {}),
-        "local B": (COMPUTE, "backward", 0.0, 0.5e6, {"layer": "x"}),
-        "served A": (ASIDE, "forward", 0.25e6, 0.25e6, {}),
-    }
 
 
 def test_ranks_share_one_clock(tmp_path: Path) -> None:
@@ -57,19 +40,50 @@ def test_ranks_share_one_clock(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_nothing_is_recorded_while_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def _read(path: Path, rank: int) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Of a rank's events: what it and its lanes are called, and its spans, in seconds."""
+    events = json.loads(path.read_text())["traceEvents"]
+    about, spans = ([one for one in events if one["ph"] == kind] for kind in "MX")
+    assert [(e["pid"], e["tid"]) for e in about] == [(rank, 0), *((rank, lane) for lane in range(3))]
+    assert all(e["pid"] == rank for e in spans)
+    read = [(e["tid"], e["name"], e["cat"], e["ts"] / 1e6, e["dur"] / 1e6, e["args"]) for e in spans]
+    return [e["args"]["name"] for e in about], read
+
+
+def test_two_micro_batches_are_recorded_behind_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a clock of the test; until it begins the timeline of an earlier session stays, but no part of it."""
     caplog.set_level("INFO", "deepspeed_cad")
-    stale = tmp_path / "trace.json"
-    stale.write_text("old")
-    tracer = Tracer(str(stale), 1, CPU, 0, 1)
-    assert tracer.span("local", 0, "layer", False) is trace.NOT_TRACED
-    tracer.finish()
-    assert not tracer._spans and stale.read_text() == "old" and not caplog.text, "of a session before this one"
-    for _ in range(trace.WARM_UP + 1):
-        tracer.next_micro_batch()
-    assert tracer.recording and not stale.exists()
-    tracer.finish()
-    assert f"on 1 ranks: {stale}" in caplog.text
+    clock, path, folder = SimpleNamespace(now=5.0), tmp_path / "trace.json", tmp_path / "new" / "folder"
+    monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 100.0))
+    monkeypatch.setenv(trace.STEPS_VARIABLE, "2")
+    path.write_text("old"), part_path(path, 0).write_text("old")
+    tracers = [open_tracer(str(path), CPU, 0, 1), Tracer(str(folder / "part.json"), 2, CPU, 2, 3, serves=True)]
+    assert open_tracer("", CPU, 0, 1) is None and not part_path(path, 0).exists()
+    for step in range(6):
+        assert path.read_text() == "old" if step < 3 else path.exists() == (step > 4) == bool(caplog.text)
+        clock.now += 1.0
+        for one in tracers:
+            one.next_micro_batch()
+            assert (one.span("x", 0, "", False) is not trace.NOT_TRACED) == one.recording == (step in (2, 3))
+            if step == 3:
+                one.name_tick("tick 3", backward=True)
+        for what, aside in (("dispatch", False), ("served", True)):
+            with tracers[0].span(what, 1, "layer 0", True, aside), tracers[1].span(what, 1, "layer 0", False):
+                clock.now += 0.25
+    assert f"timeline of 2 micro-batches on 1 ranks: {path}" in caplog.text and "part" not in caplog.text
+    layer = {"layer": "layer 0"}
+    assert _read(path, 0) == (["rank 0", STEP, COMPUTE, ASIDE], [
+        (0, "micro-batch 2", "forward", 0.0, 1.5, {}), (1, "dispatch B", "backward", 0.0, 0.25, layer),
+        (2, "served B", "backward", 0.25, 0.25, layer), (0, "tick 3", "backward", 1.5, 1.5, {}),
+        (1, "dispatch B", "backward", 1.5, 0.25, layer), (2, "served B", "backward", 1.75, 0.25, layer),
+        (1, "model", "backward", 0.25, 1.25, {}), (1, "model", "forward", 1.75, 1.25, {}),
+    ])  # fmt: skip
+    lanes, spans = _read(part_path(folder / "part.json", 2), 2)
+    assert lanes == ["server 2", STEP, *trace.SERVING] and len(list(folder.iterdir())) == 1
+    assert spans[:2] == [(0, "micro-batch 2", "forward", 0.0, 1.5, {}), (2, "dispatch", "forward", 0.0, 0.25, layer)]
+    assert [name for _, name, *_ in spans] == ["micro-batch 2", "dispatch", "served", "tick 3", "dispatch", "served"]
 
 
 def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
