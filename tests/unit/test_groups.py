@@ -86,7 +86,7 @@ def test_numbers_of_all_ranks_are_waited_for_patiently(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(dist, "all_gather", gather)
     assert numbers_of(own, board, 7) == [5, 7]
-    board.patiently.assert_called_once_with(work.is_completed, OPENING, with_servers=True)
+    board.patiently.assert_called_once_with(work.get_future().done, OPENING, with_servers=True)
     work.wait.side_effect = RuntimeError("reset")
     with pytest.raises(CADPeerError, match=f"^{OPENING} failed: reset$"):
         numbers_of(own, None, 7)

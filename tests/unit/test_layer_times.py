@@ -110,6 +110,7 @@ def test_all_trainers_learn_each_ones_own_figure() -> None:
     _meet(everyone)
     for one in everyone:  # a trainer without tokens is taken for the mean
         assert one.seconds(0) == pytest.approx([3e-6, 8e-6, 5.5e-6])
+        assert one.seconds(0, backward=False) == pytest.approx([1e-6, 3e-6, 2e-6])
         assert one.seconds(1) is None  # another model
 
 
@@ -146,7 +147,7 @@ def test_where_gpus_wait_for_their_hosts_all_trainers_count_as_equally_fast() ->
     measured = [1e-6, 2e-6, 0.0]
     everyone = _learners([measured, [3e-6, 5e-6]])
     equal, own = [5.5e-6] * 2, [3e-6, 8e-6]
-    for waits, found in ((10, equal), (1, equal), (1, own), (10, equal), (0, own), (4, own)):
+    for waits, found in ((10, equal), (1, equal), (1, own), (10, equal), (0, own), (4, own), (0, own), (5, equal)):
         measured[2] = waits / 10
         _meet(everyone)
         assert all(one.seconds(0) == pytest.approx(found) for one in everyone)

@@ -183,7 +183,7 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
 
     gpu(monkeypatch, 1 << 29)
     assert tuple(one.report(0)) == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
-    assert hears((32, 0), (20, 0)) == (20.0, '"memory": "auto" (by rank 2)', float("inf"))
+    assert hears((32, 0), (20, 0), (0, 0)) == (20.0, '"memory": "auto" (by rank 2)', float("inf"))
     assert hears((32, 90), (20, 80)) == (20.0, '"memory": "auto" (by rank 2)', 80.0), "a share is a choice"
     trained.yes = True
     one.needs(1000.0)
@@ -219,6 +219,8 @@ def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypat
 def test_given_and_unlimited() -> None:
     given = MemoryLimit(0.5, torch.device("cpu"), [0])
     assert tuple(given.report(0)) == (1 << 29, 0) and given.now.size == 2**29
+    given.hear(0, np.array([[1 << 29, 0]]))
+    assert given.now == (2**29, 'the key "memory"', 0.0), "what a user says is no choice"
     cpu = MemoryLimit(None, torch.device("cpu"), [0, 1])
     cpu.hear(0, np.stack([cpu.report(0)] * 2))
     assert not cpu.report(0).any() and cpu.now.size == float("inf")

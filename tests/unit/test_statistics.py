@@ -4,8 +4,11 @@ import logging.handlers
 import os
 from contextlib import closing
 from dataclasses import fields, replace
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import training
@@ -14,6 +17,7 @@ import deepspeed_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import why_ended
 from deepspeed_cad.launch.armed import farewell
+from deepspeed_cad.layout import Layout
 from deepspeed_cad.notice import notice
 from deepspeed_cad.report import session_lines
 from deepspeed_cad.report.statistics import Statistics
@@ -61,6 +65,29 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
     close_session()
     end = capfd.readouterr().err
     assert end.count("CAD is done: 3 micro-batches") == 1 and "CAD stopped" not in end
+
+
+def _plan(seconds: float, waves: int, before: list[float], load: list[float]) -> Any:
+    plan = SimpleNamespace(load_before=np.array(before), load=np.array(load))
+    return SimpleNamespace(seconds=seconds, schedules=[0] * waves, plan=plan)
+
+
+def test_what_is_summed_and_what_came_since() -> None:
+    """Beside a server, which is lost; two kinds of layers, of which the first has two nano-batches."""
+    made, layout, after = Statistics(landing_bytes=7), Layout.from_rank_lengths([[5], [3], []]), {}
+    after["a", 0], after["a", 1] = _plan(0.5, 1, [6, 1, 2], [3, 3, 3]), _plan(0.25, 2, [1, 8, 0], [4, 3, 2])
+    after["b", 0] = _plan(1.0, 1, [2, 1, 0], [1, 2, 0])
+    made.add(SimpleNamespace(layout=layout, loaded=np.array([2, 6]), planned=after))  # type: ignore[arg-type]
+    tokens: Any = {"most_tokens_before": 6.0, "mean_tokens_before": 4.0, "most_tokens": 5.0, "mean_tokens": 4.0}
+    sums: Any = {"waves": 4, "slowest_before": 9.0 + 2.0, "slowest": 3.0 + 4.0 + 2.0, "mean": 3.0 + 3.0 + 1.0}
+    loads: Any = {"load_before": np.array([9.0, 10.0, 2.0]), "load": np.array([8.0, 8.0, 5.0])}
+    assert repr(first := made.copy()) == repr(Statistics(1, 1.75, landing_bytes=7, **tokens, **sums, **loads))
+    layout, after = Layout.from_rank_lengths([[4], [2]]), {("a", 0): _plan(0.5, 1, [2, 4], [3, 3])}
+    made.add(SimpleNamespace(layout=layout, loaded=None, planned=after))  # type: ignore[arg-type]
+    tokens = {"most_tokens_before": 4.0, "mean_tokens_before": 3.0, "most_tokens": 4.0, "mean_tokens": 3.0}
+    sums = {"waves": 1, "slowest_before": 4.0, "slowest": 3.0, "mean": 3.0}
+    loads = {"load_before": np.array([2.0, 4.0, 0.0]), "load": np.array([3.0, 3.0, 0.0])}
+    assert repr(made.copy().since(first)) == repr(Statistics(1, 0.5, landing_bytes=7, **tokens, **sums, **loads))
 
 
 def test_figures_by_name_and_in_words() -> None:
@@ -133,10 +160,16 @@ def test_why_a_process_ended() -> None:
     assert [why_ended(one) for one in errors] == ["", "", "", "exit code no data", "KeyError", "KeyError: 'labels'"]
 
 
-@pytest.mark.parametrize("servers, beside", [(0, ""), (1, " beside 1 reserved server")])
-def test_servers_are_named(servers: int, beside: str) -> None:
-    facts = replace(train(0).facts(), trainers=2, servers_at_start=servers)
-    assert session_lines.describe(facts).startswith(f"rank 0 of 2 attention servers{beside}, ")
+@pytest.mark.parametrize("landing, limit, words", [
+    (0, inf, ""), (3 << 29, inf, ", landing areas 1.5 GiB"), (0, 2.0**31, ", landing areas 0 of at most 2 GiB"),
+])  # fmt: skip
+def test_a_rank_describes_itself(landing: int, limit: float, words: str) -> None:
+    facts = replace(train(0).facts(), trainers=2, landing_bytes=landing, landing_limit=limit, parked_bytes=5 << 20)
+    for servers, beside in enumerate(["", " beside 1 reserved server"]):
+        said = session_lines.describe(replace(facts, servers_at_start=servers, tolerance=0.02, cost="none"))
+        begin = f"rank 0 of 2 attention servers{beside}, nothing to exchange, overlap {facts.overlap}"
+        assert said == f"{begin}, tolerance 0.02, cost none{words}"
+    assert "; 5 MiB of host memory for what attention keeps; rank 0 of 2, " in session_lines.summary(facts)
 
 
 @pytest.mark.parametrize("level, handler_level, shown", [
