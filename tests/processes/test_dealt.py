@@ -304,6 +304,9 @@ def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, 
     assert feed.orders == (documents != "auto" or not unknown)
     assert feed.deals == deals and ("why" in feed.stays) == (not deals and documents in ("auto", "deal"))
     assert ('"documents": "deal"' in feed.stays) == (documents == "auto" and bool(unknown))
+    for alone in ({"replicas": 1}, {"config": SimpleNamespace(documents=documents, look_ahead=0)}):
+        settle(feed := SimpleNamespace(**vars(_feed(documents)) | alone), torch.nn.Linear(2, 2), unknown, wrong)
+        assert not feed.deals and not feed.stays, "nobody asks where they could not move"
 
 
 def test_documents_that_nobody_deals_out_for_want_of_a_loader_are_said_to_stay() -> None:
@@ -313,6 +316,9 @@ def test_documents_that_nobody_deals_out_for_want_of_a_loader_are_said_to_stay()
     assert Feed.in_words.fget(said) == ""  # type: ignore[attr-defined]
 
 
+BY_LAYERS = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic"}, "factor": 2.0}
+
+
 def test_a_router_loss_and_shared_micro_batches_stay() -> None:
     adapters = {"default": SimpleNamespace(), "a": SimpleNamespace(alora_invocation_tokens=[3])}
     for model, changes, words in (
@@ -320,6 +326,8 @@ def test_a_router_loss_and_shared_micro_batches_stay() -> None:
         (torch.nn.Linear(2, 2), {"config": SimpleNamespace(z_loss_coefficient=0.1)}, "z_loss_coefficient"),
         (torch.nn.Linear(2, 2), {"peft_config": adapters}, "alora_invocation_tokens"),
         (torch.nn.Linear(2, 2), {"config": SimpleNamespace(rope_parameters={"rope_type": "longrope"})}, '"longrope"'),
+        (torch.nn.Linear(2, 2), {"config": SimpleNamespace(rope_scaling={"type": "dynamic"})}, '"dynamic"'),
+        (torch.nn.Linear(2, 2), {"config": SimpleNamespace(rope_parameters=BY_LAYERS)}, '"dynamic"'),
         (torch.nn.Sequential(training.deepspeed_experts()), {}, "DeepSpeed's mixture of experts"),
     ):
         vars(model).update(changes)
@@ -361,7 +369,7 @@ def test_what_falls_on_tokens_at_random_is_found() -> None:
         assert feed.orders == (not find_random(model)), "in another order it would fall on other tokens, too"
         return find_random(model)
 
-    assert found() == found(drop_last=True) == found(dropout=0.0) == ""
+    assert found() == found(drop_last=True) == found(dropout=0.0) == found(rank_dropout={}) == ""
     assert found(rank_dropout={"default": 0.0}) == "" and "is 0.2" in found(rank_dropout={"a": 0.0, "b": 0.2})
     assert found(p=0.5).startswith("1.p is 0.5") and found(router_jitter_noise=0.01).startswith("0.router_jitter")
 

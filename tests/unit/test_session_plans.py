@@ -14,15 +14,17 @@ import torch
 from deepspeed_cad.ahead import gather
 from deepspeed_cad.ahead.announced import Announcement, StepMessage
 from deepspeed_cad.ahead.crew import Crew, Servers
-from deepspeed_cad.ahead.feed import Feed
+from deepspeed_cad.ahead.feed import EpochOverError, Feed
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.loader import LookAheadLoader
-from deepspeed_cad.ahead.plan import Gathered
+from deepspeed_cad.ahead.plan import Gathered, Learned
 from deepspeed_cad.ahead.step import ORDERED, StepAhead
+from deepspeed_cad.attention.memory import rows_of_layers
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADPeerError
+from deepspeed_cad.feedback.memory_limit import MemoryLimit
 from deepspeed_cad.layout import Layout, segments_from_positions
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE
@@ -180,6 +182,26 @@ def test_documents_that_stay_are_called_ordered_where_there_is_an_order(count: i
     feed = mock.Mock(**{"shares.replica": 1, "plans.step_costs.return_value.work": np.ones(2 * count)})
     moved, loaded = StepAhead(feed, count)._place((0, 0, 0), [{}] * count, told, None, {})
     assert len(moved) == len(loaded) == count and feed.arranged == said
+
+
+def test_a_step_of_an_epoch_that_is_over_is_given_out_and_cannot_be_trained() -> None:
+    over, feed = EpochOverError("the loader of rank 1 ended"), mock.Mock()
+    feed.worker.wait.side_effect = over
+    assert StepAhead(feed, 2)._hand_out((1, 2, 4), mock.Mock(), [5, 6], ["five", "six"], True) == [5, 6]  # type: ignore
+    planned = {mine: future.exception() for mine, future in (call.args for call in feed.accept.call_args_list)}
+    assert planned == {"five": over, "six": over} and not feed.announce.called and not feed.end.called
+
+
+@pytest.mark.parametrize("ticks", [1, 2])
+def test_nano_batches_share_the_limit_of_memory(session: Session, ticks: int) -> None:
+    plans, memory = session.plans, MemoryLimit(6.0, torch.device("cpu"), [0, 1])
+    assert plans.exchange_memory(plans.limit, rows_of_layers) is None, "one rank exchanges nothing"
+    plans.learned = Learned(memory=memory)
+    found = plans.exchange_memory(plans.limit._replace(most=2.0**34), rows_of_layers, ticks)
+    assert (found.limit, found.most, found.parts) == (6 * 2**30 / ticks, 2**34 / ticks, ticks)
+    assert (found.source, found.rows, found.granularity) == ('the key "memory"', rows_of_layers, 64)
+    found.needed(100.0), found.lacked(64.0)
+    assert memory.most_needed == 100 * ticks and memory.report(0).tolist() == [64 * ticks, 0]
 
 
 class Loader(list[int]):
