@@ -33,9 +33,7 @@ def engine_config(stage: int, **changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def train_engine(
-    config: dict[str, Any], checkpoint: str | None, rows: Iterable[list[torch.Tensor]], note: Any, **changes: Any
-) -> list:
+def train_engine(config: dict, checkpoint: str | None, rows: Iterable[Any], note: Any, **changes: Any) -> list:
     """What `note(loss)` gives after each micro-batch of a tiny Llama; `rows`: the documents of each.
 
     `checkpoint`: "reentrant", "non-reentrant" or None; `changes`: to the model's config.

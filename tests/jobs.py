@@ -29,9 +29,7 @@ class Job:
         self.processes[name] = Script(words, self.folder, env, self.folder / name)
         return self.processes[name]
 
-    def launch_all(
-        self, world: int, *script: str, block: dict = BLOCK, first: str = "", who: int | None = None
-    ) -> None:
+    def launch_all(self, world: int, *script: str, block: dict = BLOCK, first: str = "", who: object = None) -> None:
         """Every rank under the launcher of CAD; `first`: what the Python of all, or of `who` alone, runs before."""
         after = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
         for rank in range(world):

@@ -90,9 +90,7 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [Embedding(model), *(Decoder(model, i) for i in range(model.config.num_hidden_layers)), Head(model)]
 
 
-def by_hand(
-    model: torch.nn.Module, stages: int, parts: list[int] | None = None, interval: int = 0, topology: Any = None
-) -> Any:
+def by_hand(model: Any, stages: int, parts: Any = None, interval: int = 0, topology: Any = None) -> Any:
     """A PipelineModule of a Llama; `parts`: where stages begin; `topology`: in place of a number of stages."""
     from deepspeed.pipe import PipelineModule
 

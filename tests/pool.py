@@ -104,9 +104,7 @@ class WorkerPool:
         theirs.close()
         return process, ours
 
-    def run(
-        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, joined: bool = True
-    ) -> list[Any]:
+    def run(self, function: Callable, world: int, *args: Any, timeout: float = 60.0, joined: bool = True) -> list[Any]:
         """[function(rank, world, *args) for every rank]; raises WorkerError if any rank raised."""
         errors, results = self.try_run(function, world, *args, timeout=timeout, joined=joined)
         if any(errors):

@@ -120,9 +120,7 @@ def assert_same(with_cad: list[float], without: list[float], tolerance: float = 
     assert len(set(without)) > 1
 
 
-def assert_same_and_balanced(
-    name: str, plain: list[dict[str, Any]], cad: list[dict[str, Any]], losses: int = STEPS
-) -> None:
+def assert_same_and_balanced(name: str, plain: list[dict], cad: list[dict], losses: int = STEPS) -> None:
     """Logs of a run without and with CAD: equal losses, of evaluations too, and attention balanced in every step.
     `losses`: how many training losses both must have. The ranks' attention without CAD must be clearly unequal."""
     assert len(losses_of(plain)) == losses, (name, plain)

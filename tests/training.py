@@ -83,9 +83,7 @@ def checkpointed(model: Any, how: str | bool | None) -> Any:
     return model
 
 
-def alone(
-    model: torch.nn.Module, docs: list[torch.Tensor], as_in_row: bool = False
-) -> tuple[float, dict[str, torch.Tensor]]:
+def alone(model: Any, docs: list[torch.Tensor], as_in_row: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and parameter gradients of documents that are each run alone. `as_in_row`: at the positions that they have
     in a row; only differences of positions count, but rotations are computed in fp32."""
     model.zero_grad()
@@ -133,9 +131,7 @@ def weighted(model: Any, documents: list[Any]) -> tuple[torch.Tensor, torch.Tens
     return logits.detach(), weights.to(logits.dtype)
 
 
-def as_alone(
-    model: Any, reference: Any, given: dict[str, Any], documents: list[Any], here: Any = ..., forwards: int = 1
-) -> dict[str, float]:
+def as_alone(model: Any, reference: Any, given: dict, documents: list, here: Any = ..., forwards: int = 1) -> dict:
     """How far a micro-batch is from its documents, each run alone by `reference`, as shares of the largest value.
     `given`: what the model gets, perhaps with padding behind; `here`: which of the documents' rows those are, of a
     stream that all ranks share, where gradients are summed over ranks; `...`: all are this rank's. `forwards`: plans of

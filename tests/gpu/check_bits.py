@@ -14,6 +14,7 @@ from cases import sequences_of
 from check_kernels import SHAPES as CHECKED
 from check_kernels import refusal
 from lines import Found, Lines, Place
+from torch import Tensor
 
 from deepspeed_cad.attention.serve import fold_sinks
 from deepspeed_cad.cost import window_start
@@ -80,9 +81,7 @@ class Attend:
     def __init__(self, kernel: Kernel, rule: MaskRule, sinks_H: torch.Tensor | None) -> None:
         self.kernel, self.rule, self.sinks_H = kernel, rule, sinks_H
 
-    def call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: list[tuple[int, int, int, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, sequences: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
         """O and LSE of sequences (first and last query row, first and last key row) that lie one after the other."""
         lengths = [(int(last - first), int(end - begin)) for first, last, begin, end in sequences]
         o, lse = self.kernel.forward(q, k, v, sequences_of(lengths, q.device), self.rule)
@@ -91,18 +90,14 @@ class Attend:
             o, lse = fold_sinks(o, lse, sinks)
         return o, lse
 
-    def pieces(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         made = []
         for begin, end in pieces:
             first = int(window_start(begin, self.rule.window))
             made.append(self.call(q[begin:end], k[first:end], v[first:end], [(0, end - begin, 0, end - first)]))
         return torch.cat([o for o, _ in made]), torch.cat([lse for _, lse in made])
 
-    def received(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[tuple[int, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def received(self, q: Tensor, k: Tensor, v: Tensor, pieces: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """All pieces and head groups as sequences of one call with one KV head, as a server runs them."""
         groups, share = k.shape[1], q.shape[1] // k.shape[1]
         at = [

@@ -73,9 +73,7 @@ def check(place: Place, case: str) -> Found:
     return not raised or case not in RIGHT, detail
 
 
-def epoch(
-    model: torch.nn.Module, batches: Iterable, settings: dict[str, Any], odd: bool, place: Place
-) -> Iterator[tuple[int, float]]:
+def epoch(model: Any, batches: Iterable, settings: dict, odd: bool, place: Place) -> Iterator[tuple[int, float]]:
     """Train an epoch; the odd rank does what the settings say. Gives index and loss of every batch trained."""
     for i, batch in enumerate(islice(batches, settings.get("stop"))):
         batch = {name: value.to(place.device) for name, value in batch.items()}

@@ -120,9 +120,7 @@ class Arrived:
 class Round:
     FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
 
-    def __init__(
-        self, schedules: list[Schedule], rank: int, seed: int, nano_batch: int, device: torch.device, wave: int = 0
-    ) -> None:
+    def __init__(self, schedules: list, rank: int, seed: int, nano_batch: int, device: object, wave: int = 0) -> None:
         self.schedules, self.rank, self.seed, self.nano_batch, self.device = schedules, rank, seed, nano_batch, device
         self.moment = Moment(wave=wave)
         self.own = schedules[rank]

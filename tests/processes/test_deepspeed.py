@@ -16,9 +16,7 @@ WORLD = 3
 LENGTHS = [[220], [40, 30, 9, 1, 50], [100, 100], [64, 3, 90]]
 
 
-def _train(
-    cad: bool, rank: int, config: dict[str, Any], checkpoint: str | None, block: dict[str, Any]
-) -> tuple[list[dict[str, Any]], Any]:
+def _train(cad: bool, rank: int, config: dict, checkpoint: str | None, block: dict) -> tuple[list[dict], Any]:
     """Entries of the log; with CAD also how often attention ran, and why parts alternate inside layers."""
     rows = (
         training.documents(LENGTHS[(rank + step) % len(LENGTHS)], seed=100 * step + rank)

@@ -64,9 +64,7 @@ def _leaves_out(rank: int, world: int, lengths: list[list[int]], seed: int, wait
     ("lengths", "seed"), [([[24, 8], [8, 24], [16]], 0), ([[64], [8, 30], [12]], 1)], ids=["same sizes", "other sizes"]
 )
 @pytest.mark.parametrize("waits", [True, False])
-def test_exchanges_of_different_moments_are_not_taken_for_each_other(
-    workers: WorkerPool, lengths: list[list[int]], seed: int, waits: bool
-) -> None:
+def test_exchanges_of_different_moments_are_told_apart(workers: Any, lengths: Any, seed: int, waits: bool) -> None:
     for rank, error in enumerate(workers.try_run(_leaves_out, 3, lengths, seed, waits)[0]):
         assert error is not None and error[0] == "CADPeerError", (rank, error)
         assert f"rank {rank} stopped: ranks meet in different exchanges" in error[1], error[1]

@@ -21,9 +21,7 @@ INTERLEAVED = ["FSDP2, checkpointing", "FSDP2, root"]
 the whole model is none."""
 
 
-def _train(
-    cad: bool, rank: int, world: int, way: str, late: bool = False, block: dict[str, Any] = training.BLOCK
-) -> tuple[list[dict[str, Any]], int, int]:
+def _train(cad: bool, rank: int, world: int, way: str, late: bool = False, block: Any = training.BLOCK) -> tuple:
     """An entry of every micro-batch, how often parameters were gathered, and how many operations were compiled."""
     counters.clear()
     rows = trainers.PackedRows(64)

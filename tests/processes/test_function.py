@@ -39,17 +39,13 @@ class EachAlone:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
 
-    def attend(
-        self, *rows: torch.Tensor, softmax_scale: float | None = None, layer: object = None, **given: Any
-    ) -> torch.Tensor:
+    def attend(self, *rows: Any, softmax_scale: float | None = None, layer: object = None, **given: Any) -> Any:
         scale = rows[0].shape[2] ** -0.5 if softmax_scale is None else softmax_scale
         parts = zip(*(x.split(self.lengths) for x in rows))
         return torch.cat([cases.document_attention(*one, scale, **given) for one in parts])
 
 
-def options(
-    rank: int, world: int, block: dict[str, Any], lengths: list[list[int]] = UNEVEN, spans: bool = False
-) -> int:
+def options(rank: int, world: int, block: dict, lengths: list[list[int]] = UNEVEN, spans: bool = False) -> int:
     """Every option, forward and backward, against whole documents; gives the layers that attended."""
     cad = deepspeed_cad.open(block)
     documents = [n for own in lengths[:world] for n in own]

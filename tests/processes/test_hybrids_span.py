@@ -46,9 +46,7 @@ def _alone(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": one[None] + 3} for one in training.documents(lengths, sum(lengths))]
 
 
-def _part(
-    lengths: list[int], rank: int, world: int, padding: int = 0, **how: Any
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _part(lengths: list[int], rank: int, world: int, padding: int = 0, **how: Any) -> tuple[dict, torch.Tensor]:
     """This rank's part of a stream of documents, and which of its rows that are."""
     whole = {
         "input_ids": torch.cat([one["input_ids"] for one in _alone(lengths)], 1),

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.slow
     ("kill", 1, {"servers": {"reserved": 2}, "on_server_failure": "continue"}, "trainer 1"),
     pytest.param("early", 1, {}, "trainers 1 had ended well", marks=pytest.mark.long),
 ])  # fmt: skip
-def test_trainers_that_fail_end_the_servers_with_the_reason(
-    job: Job, how: str, who: int, block: dict, reason: str
-) -> None:
+def test_trainers_that_fail_end_the_servers_with_it(job: Job, how: str, who: int, block: dict, reason: str) -> None:
     """Also where trainers go on without a server."""
     job.launch_all(4 if block else 3, how, str(who), block={**BLOCK, **block})
     codes = job.ends("rank0" if how == "early" else f"rank{who}")

@@ -177,9 +177,7 @@ def _refused(rank: int, world: int, heads: int, kv_heads: int, divided: int) -> 
     (6, 6, 2, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must"),
     (8, 2, 2, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
 ])  # fmt: skip
-def test_heads_that_are_not_divided_well(
-    workers: WorkerPool, heads: int, kv_heads: int, divided: int, words: str
-) -> None:
+def test_heads_that_are_not_divided_well(workers: Any, heads: int, kv_heads: int, divided: int, words: str) -> None:
     said = workers.run(_refused, WORLD, heads, kv_heads, divided)
     assert len(set(said)) == 1 and re.search(words, said[0])
 

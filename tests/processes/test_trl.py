@@ -23,9 +23,7 @@ def _lora(**changes: Any) -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **changes)
 
 
-def _trained(
-    kind: str, folder: str, model: Any, data: dict[str, Any], given: dict[str, Any], **more: Any
-) -> list[dict[str, Any]]:
+def _trained(kind: str, folder: str, model: Any, data: dict, given: dict, **more: Any) -> list[dict[str, Any]]:
     """The log of a trainer of TRL."""
     import trl
     from datasets import Dataset

@@ -83,9 +83,7 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward
 @pytest.mark.parametrize("kv_heads, checkpoint, forward_only", [
     (4, None, "balanced"), (1, "reentrant", "local"), (4, "non-reentrant", "local"),
 ])  # fmt: skip
-def test_same_as_each_document_alone(
-    fresh_workers: WorkerPool, kv_heads: int, checkpoint: str | None, forward_only: str
-) -> None:
+def test_same_as_each_document_alone(fresh_workers: Any, kv_heads: int, checkpoint: Any, forward_only: str) -> None:
     results = fresh_workers.run(_train, WORLD, kv_heads, checkpoint, forward_only)
     assert results[0]["after"] < 1.05 and "2 replicas of 2 by Ulysses" in results[0]["line"]
     assert all(sum(one["sent"] for one in results[piece::PIECES]) > 0 for piece in range(PIECES))

@@ -108,9 +108,7 @@ class Document:
         return int(self.ids.shape[1])
 
 
-def make_document(
-    model: Seeing, built: PreTrainedModel, number: int, length: int, images: int, videos: int
-) -> Document:
+def make_document(model: Seeing, built: Any, number: int, length: int, images: int, videos: int) -> Document:
     """`length` tokens of text with images in them, each behind some text, and videos where positions have axes."""
     generator = torch.Generator().manual_seed(number)
     seen: dict[str, torch.Tensor] = {}
