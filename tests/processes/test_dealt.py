@@ -280,9 +280,7 @@ def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int
     (False, "auto", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
     (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
 ])  # fmt: skip
-def test_order_inside_steps(
-    workers: WorkerPool, spans: bool, documents: str, rank_0: list[int], rank_1: list[int], told: bool
-) -> None:
+def test_order_inside_steps(workers: Any, spans: bool, documents: str, rank_0: Any, rank_1: Any, told: bool) -> None:
     (first, said), (second, nothing) = workers.run(_order, 2, spans, documents)
     assert (first, second, nothing) == (rank_0, rank_1, "")
     assert "CAD is on: 2 ranks" in said and said.startswith("documents span ranks") == spans
@@ -347,9 +345,7 @@ def test_a_router_loss_and_shared_micro_batches_stay() -> None:
     # As "deal" has it: what is random does not matter.
     ((True, True), (True, False), [], (True, True), False), ((False, False), (False, True), [], (False, False), False),
 ])  # fmt: skip
-def test_steps_are_arranged_as_all_ranks_may(
-    capfd: pytest.CaptureFixture[str], began: Any, now: Any, others: list[int], agreed: Any, holds: bool
-) -> None:
+def test_steps_are_arranged_as_all_may(capfd: Any, began: Any, now: Any, others: Any, agreed: Any, holds: Any) -> None:
     feed = _feed("auto")
     feed.rank, feed.number, feed.holds, (feed.deals, feed.orders) = 1, 0, False, now
     feed.stays = "" if now[0] else "why"

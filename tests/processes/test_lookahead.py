@@ -57,10 +57,9 @@ FIELDS = 3 + 1 + 4 + 3
 """Q, K, V and O in the forward of a layer; Q, K, V, dO and their gradients in its backward. One collective each."""
 
 
-@pytest.mark.parametrize(
-    ("ahead", "overlap", "parts", "checkpoint"),
-    [(False, "none", 1, False), (False, "interleave", 2, True), (True, "interleave", 2, False)],
-)
+@pytest.mark.parametrize("ahead, overlap, parts, checkpoint", [
+    (False, "none", 1, False), (False, "interleave", 2, True), (True, "interleave", 2, False),
+])  # fmt: skip
 def test_collectives_of_a_step(workers: WorkerPool, ahead: bool, overlap: str, parts: int, checkpoint: bool) -> None:
     """Four exchanges per layer and nano-batch, of FIELDS in all, and three small gathers; nothing else. With look-ahead
     the forward finds its plan made: nothing is gathered in a step."""

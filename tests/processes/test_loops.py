@@ -38,6 +38,7 @@ def interleaved(**block: Any) -> dict[str, Any]:
     return {"overlap": "interleave", **block}
 
 
+LOOKS = {"forward_only": "balanced"}
 RIGHT: dict[str, Case] = {
     # Loaders of unequal lengths that every rank leaves at the same place.
     "break": loop(batches=(3, 4), stop=3, epochs=3),
@@ -52,9 +53,7 @@ RIGHT: dict[str, Case] = {
     "numbers, padded": loop(forms=("rows none numbers",)),
     "additive": loop(block=interleaved(), forms=("row none bias",)),
     "a stream": loop(3, block={"overlap": "interleave"}, forms=("stream",)),
-    "a stream, state": loop(
-        block={"forward_only": "balanced"}, model="qwen3_5_text", forms=("stream",), look=1, evaluate=1
-    ),
+    "a stream, state": loop(block=LOOKS, model="qwen3_5_text", forms=("stream",), look=1, evaluate=1),
     "streams, state": loop(4, model="lfm2", forms=("stream",), batches=(4,) * 4, checkpoint="reentrant"),
     "a stream, chunks": loop(model="llama4_text", forms=("stream",)),
     "a stream, sinks": loop(model="gpt_oss", forms=("stream",)),
@@ -66,9 +65,7 @@ RIGHT: dict[str, Case] = {
     # One rank evaluates more often than the other; all ranks look together, also at a document of all.
     "evaluation": loop(evaluate=1),
     "looks": loop(3, {"forward_only": "balanced", "overlap": "interleave", "look_ahead": 0}, look=1, evaluate=1),
-    "looks at streams": loop(
-        block={"forward_only": "balanced", "keep": "host", "memory": 2e-4}, look=1, forms=("stream",)
-    ),
+    "looks at streams": loop(block={**LOOKS, "keep": "host", "memory": 2e-4}, look=1, forms=("stream",)),
     # Nano-batches that alternate over the decoder, of two micro-batches in flight.
     "interleaved": loop(3, interleaved(recompute_attention=True), flight=2, checkpoint="plain"),
     "interleaved, reentrant": loop(3, interleaved(), flight=2, checkpoint="reentrant"),
@@ -79,9 +76,7 @@ RIGHT: dict[str, Case] = {
     "3 + 3": loop(3, servers=3, batches=(3,) * 3),
     "1 + 1": loop(1, servers=1, batches=(3,)),
     "2 + 1, a stream": loop(servers=1, forms=("stream",)),
-    "2 + 1, in flight": loop(
-        servers=1, flight=3, look=1, evaluate=1, batches=(3, 3), block={"forward_only": "balanced"}
-    ),
+    "2 + 1, in flight": loop(servers=1, flight=3, look=1, evaluate=1, batches=(3, 3), block=LOOKS),
     "2 + 1, dealt": loop(block={"documents": "deal"}, servers=1, accumulation=2),
 }
 SELDOM = {"streams, state": SLOW, "interleaved, reentrant": LONG, "3 + 3": SLOW, "1 + 1": LONG}
@@ -126,7 +121,7 @@ def dying(what: str, turn: int = 1, layer: int | None = None, trainers: int = 2,
     return loop(trainers, block, servers=servers, fates=(fate,), batches=(4,) * trainers, **changes)
 
 
-IN_FLIGHT = {"flight": 2, "look": 1, "block": {"forward_only": "balanced"}}
+IN_FLIGHT = {"flight": 2, "look": 1, "block": LOOKS}
 DEATHS = {
     **{what: dying(what) for what in MOMENTS}, "first open": dying("open", 0), "first dispatch": dying("dispatch", 0),
     "one trainer, a return": dying("return", trainers=1, servers=1),
@@ -177,37 +172,26 @@ def test_a_server_comes_later(workers: WorkerPool, dies: bool) -> None:
 
 AT_THE_NEXT = ["rank 0 ", "backward of micro-batch 2", "rank 1 waits for", "lengths at the forward number 3"]
 ERRORS = {
-    "rank 0 begins the next epoch": (
-        loop(batches=(3, 4), epochs=2),
-        ["loader of rank 0 ended after 3", "rank 1 trains micro-batch 3 of epoch 1"],
-    ),
-    "rank 0 leaves its loop": (
-        loop(batches=(5, 5), epochs=2, plant=Plant("break", 0, 0, 2)),
-        ["rank 0 left its loop before micro-batch 2", "break"],
-    ),
-    "rank 1 catches an exception": (
-        loop(batches=(6, 6), plant=Plant("forward", 1, 0, 2, caught=True)),
-        ["rank 1", "forward of micro-batch 2", "exception"],
-    ),
+    "rank 0 begins the next epoch": (loop(batches=(3, 4), epochs=2),
+        ["loader of rank 0 ended after 3", "rank 1 trains micro-batch 3 of epoch 1"]),
+    "rank 0 leaves its loop": (loop(batches=(5, 5), epochs=2, plant=Plant("break", 0, 0, 2)),
+        ["rank 0 left its loop before micro-batch 2", "break"]),
+    "rank 1 catches an exception": (loop(batches=(6, 6), plant=Plant("forward", 1, 0, 2, caught=True)),
+        ["rank 1", "forward of micro-batch 2", "exception"]),
     # Those who wait in an exchange, and the one that waits for them elsewhere, name both.
-    "rank 1 looks alone": (
-        loop(block={"forward_only": "balanced"}, batches=(3, 3), plant=Plant("look", 1, 0, 2)),
-        ["rank 0 ", "forward of micro-batch 2, layer 0", "forward without backward number 0"],
-    ),
+    "rank 1 looks alone": (loop(block={"forward_only": "balanced"}, batches=(3, 3), plant=Plant("look", 1, 0, 2)),
+        ["rank 0 ", "forward of micro-batch 2, layer 0", "forward without backward number 0"]),
     "in the backward": (loop(batches=(6, 6), ahead=False, plant=Plant("backward", 1, 0, 2, caught=True)), AT_THE_NEXT),
     "in the loss": (loop(batches=(6, 6), ahead=False, plant=Plant("loss", 1, 0, 2, caught=True)), AT_THE_NEXT),
     "positions in the next step": (
         loop(block={"documents": "deal"}, batches=(4, 4), accumulation=2, plant=Plant("positions", 1, 0, 3)),
-        ["rank 1", "at row 3 position_ids jump to 5", "rows from 3 to 5"],
-    ),
+        ["rank 1", "at row 3 position_ids jump to 5", "rows from 3 to 5"]),
     "no room": (loop(block={"memory": 1e-7}), ["does not fit", '"memory" allows', "MiB more than"]),
     "no room in a pipeline": (loop(stages=2, block={"memory": 1e-6}), ["does not fit", '"memory" to at least']),
     "no room beside a server": (loop(block={"memory": 1e-6}, servers=1), ["does not fit", '"memory" to at least']),
-    "a loader that raises": (
-        loop(batches=(5, 5), generator=True, plant=Plant("loader", 1, 0, 2)),
-        ["rank 1", "a torn file"],
-    ),
-}
+    "a loader that raises": (loop(batches=(5, 5), generator=True, plant=Plant("loader", 1, 0, 2)),
+        ["rank 1", "a torn file"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -72,7 +72,6 @@ def test_timeline_of_a_server(workers: WorkerPool, tmp_path: Path) -> None:
     run(workers, 2, 1, _train, trace=str(path))
     events = _read(path)
     lanes = _lanes(events, 2)
-    assert [*lanes.values()] == ["micro-batch", "serving A", "serving B"]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1", "server 2"]
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "served"]
     served = Counter((lanes[e["tid"]], e["cat"]) for e in spans)

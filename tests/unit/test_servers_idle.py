@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +20,14 @@ from deepspeed_cad.session import Session
 from deepspeed_cad.trace import COMPUTE, STEP, Span, covered, find_idle, to_events
 
 
-@pytest.mark.parametrize("servers_idle, trainers_idle, servers, trainers, words", [
-    (0.14, 0.14, 2, 2, ""), (0.3, 0.0, 2, 2, "reserve fewer of them, 1 servers"),
-    (0.3, 0.0, 1, 3, 'none ("servers": "all")'), (0.0, 0.3, 2, 2, "reserve more servers, 3"),
-    (0.0, 0.3, 1, 1, "Add servers, or train in place"), (0.3, 0.3, 2, 2, "wait for each other"),
+@pytest.mark.parametrize("idle, servers, trainers, words", [
+    ([0.14, 0.14], 2, 2, ""), ([0.3, 0.0], 2, 2, "reserve fewer of them, 1 servers"),
+    ([0.3, 0.0], 1, 3, 'none ("servers": "all")'), ([0.0, 0.3], 2, 2, "reserve more servers, 3"),
+    ([0.0, 0.3], 1, 1, "Add servers, or train in place"), ([0.3, 0.3], 2, 2, "wait for each other"),
 ])  # fmt: skip
-def test_which_way_to_change(
-    servers_idle: float, trainers_idle: float, servers: int, trainers: int, words: str
-) -> None:
-    found = advise(servers_idle, trainers_idle, servers, trainers)
+def test_which_way_to_change(idle: list[float], servers: int, trainers: int, words: str) -> None:
+    """`idle`: shares of servers and of trainers."""
+    found = advise(*idle, servers, trainers)
     assert words in found and bool(found) == bool(words)
 
 
@@ -105,9 +105,7 @@ class Event:
 @pytest.mark.parametrize("calls, now, seconds", [
     ([(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), ([(0, 10), (20, 30)], 15, 0.010), ([], 1e9, 0.0),
 ])  # fmt: skip
-def test_time_counts_once_and_when_it_is_over(
-    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, float]], now: float, seconds: float
-) -> None:
+def test_time_counts_once_and_when_it_is_over(monkeypatch: Any, calls: Any, now: float, seconds: float) -> None:
     monkeypatch.setattr(Event, "now", now)
     moments = iter([at for call in calls for at in call])
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(next(moments) if enable_timing else math.nan))
