@@ -84,9 +84,7 @@ def test_each_rank_has_a_document_for_each_of_its_peers() -> None:
     (None, [0, 1], Links(None, None, probe.DETERMINISTIC)),  # on one rank only
     (None, [0, 0], Links(5e9, None)),
 ])  # fmt: skip
-def test_links_are_given_measured_or_not_asked_for(
-    given: Any, deterministic: list[int], expected: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_given_measured_or_unknown(given: Any, deterministic: Any, expected: Links, monkeypatch: Any) -> None:
     measure, agree = mock.Mock(return_value=Links(5e9, None)), lambda value: deterministic
     monkeypatch.setattr(probe, "measure_links", measure)
     opened = probe.Opened(SimpleNamespace(rank=0), "transport", [1, 1])  # type: ignore[arg-type]
@@ -150,15 +148,18 @@ def test_speeds_are_corrected_slowly_and_bounded() -> None:
     for _ in range(40 * ENOUGH):
         speeds.hear(0, reports([10**6, 10**6], [10**9, 10**9], inside=1))
     assert speeds.now.between == FASTER * 1e10 and speeds.now.inside == 1e11
-    for _ in range(40 * ENOUGH):
-        speeds.hear(0, np.array([[0, 10**9, 10**9, 10**9, 1]] * 2))
-    assert speeds.now.between == SLOWER * 1e10 and speeds.now.inside == pytest.approx(1e9, rel=1e-3)
+    for heard in range(40 * ENOUGH):
+        assert (speeds.now.inside == 1e11) == (heard < ENOUGH)
+        speeds.hear(0, np.array([[0, 2 * 10**9, 10**9, 10**9, 1]] * 2))
+    assert speeds.now.between == SLOWER * 1e10 and speeds.now.inside == pytest.approx(5e8, rel=1e-3)
 
 
 def test_paused_ranks_use_the_rule() -> None:
     speeds = link_speeds()
     assert speeds.links == START and speeds.now == (1e11, 1e10), "nobody has said anything yet"
-    assert len(speeds.report(0)) == speeds.columns == reports([0], [0]).shape[1]
+    assert speeds.report(0).tolist() == [0] * 5 and speeds.columns == 5 == reports([0], [0]).shape[1]
+    speeds.watch(mock.Mock(**{"take.return_value": [1, 2, 3, 4]}))
+    assert speeds.report(0).tolist() == [0, 1, 2, 3, 4]
     speeds.hear(0, reports([0, 0], [0, 0], paused=1))
     assert speeds.now == (4e11, None) and speeds.links is RULE
     speeds.hear(0, reports([0, 0], [0, 0]))

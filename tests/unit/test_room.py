@@ -214,6 +214,8 @@ def test_beside_reserved_servers_only_what_training_leaves_free_counts(monkeypat
     assert one.now == (int((1 << 29) - MARGIN * 2**30), "what training leaves free on rank 0", 0.0)
     gpu(monkeypatch, 0)
     assert one.report(0)[1] == 1, "0 would be not known"
+    one.hear(0, np.array([[1, 1], [2, 1]]))
+    assert one.now == (1.0, '"memory": "auto" (by rank 0)', 1.0)
 
 
 def test_given_and_unlimited() -> None:

@@ -36,7 +36,6 @@ def test_reading_during_a_forward_changes_nothing() -> None:
     model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
     session: Any = deepspeed_cad.current_session()
     assert not any(vars(Statistics()).values())
-    assert Statistics(served_s=0.25, servers_s=0.5).servers_idle == 0.5
     assert (session.statistics.served_s, session.statistics.servers_s) == (0.0, 0.0)
     seen = []
     model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: seen.append(session.statistics))
@@ -76,12 +75,13 @@ def test_what_is_summed_and_what_came_since() -> None:
     """Beside a server, which is lost; two kinds of layers, of which the first has two nano-batches."""
     made, layout, after = Statistics(landing_bytes=7), Layout.from_rank_lengths([[5], [3], []]), {}
     after["a", 0], after["a", 1] = _plan(0.5, 1, [6, 1, 2], [3, 3, 3]), _plan(0.25, 2, [1, 8, 0], [4, 3, 2])
-    after["b", 0] = _plan(1.0, 1, [2, 1, 0], [1, 2, 0])
+    after["b", 0] = _plan(1.0, 1, [0.5, 0.25, 0], [0.25, 0.5, 0])
     made.add(SimpleNamespace(layout=layout, loaded=np.array([2, 6]), planned=after))  # type: ignore[arg-type]
     tokens: Any = {"most_tokens_before": 6.0, "mean_tokens_before": 4.0, "most_tokens": 5.0, "mean_tokens": 4.0}
-    sums: Any = {"waves": 4, "slowest_before": 9.0 + 2.0, "slowest": 3.0 + 4.0 + 2.0, "mean": 3.0 + 3.0 + 1.0}
-    loads: Any = {"load_before": np.array([9.0, 10.0, 2.0]), "load": np.array([8.0, 8.0, 5.0])}
+    sums: Any = {"waves": 4, "slowest_before": 9.0 + 0.5, "slowest": 3.0 + 4.0 + 0.5, "mean": 3.0 + 3.0 + 0.25}
+    loads: Any = {"load_before": np.array([7.5, 9.25, 2.0]), "load": np.array([7.25, 6.5, 5.0])}
     assert repr(first := made.copy()) == repr(Statistics(1, 1.75, landing_bytes=7, **tokens, **sums, **loads))
+    assert first.planning_ms == 1750.0
     layout, after = Layout.from_rank_lengths([[4], [2]]), {("a", 0): _plan(0.5, 1, [2, 4], [3, 3])}
     made.add(SimpleNamespace(layout=layout, loaded=None, planned=after))  # type: ignore[arg-type]
     tokens = {"most_tokens_before": 4.0, "mean_tokens_before": 3.0, "most_tokens": 4.0, "mean_tokens": 3.0}
@@ -105,7 +105,10 @@ def test_figures_by_name_and_in_words() -> None:
         "forward_only_max_over_mean": made.looks_slowest / made.looks_mean,
     }  # fmt: skip
     assert made.as_events() == pytest.approx({f"cad/{name}": value for name, value in events.items()})
-    assert "cad/forward_only_micro_batches" not in replace(made, looks=0).as_events()
+    assert [*Statistics().as_events().values()] == [1.0] * 4 + [0.0] * 5, "none of forwards without backward"
+    assert Statistics(slowest=1.0, mean=0.5).imbalance == 2.0
+    assert Statistics().load.tolist() == Statistics().load_before.tolist() == [0.0]
+    assert [Statistics(served_s=one, servers_s=0.5).servers_idle for one in (0.25, 1.0)] == [0.5, 0.0]
     words = replace(made, micro_batches=4, bytes_sent=6 << 20, landing_bytes=3 << 20, planning_s=0.02).in_words("even")
     assert words.startswith("4 micro-batches, even, 1.5 MiB sent for each, 5.0 ms to plan each, ")
     assert ", 3 MiB kept for what arrives" in words

@@ -34,9 +34,8 @@ class Rank:
         self.worker: Any = SimpleNamespace(is_idle=True, training_thread=0)
         monkeypatch.setattr(room, "start_daemon", lambda *_: threading.Thread())
         feeds: Any = [SimpleNamespace(over=""), self]
-        self.at = Whereabouts(
-            self.liveness, self.gatherer, self.worker, feeds, lambda: self.exchanges, lambda: self.trained, 400.0
-        )
+        counts = (lambda: self.exchanges), (lambda: self.trained)
+        self.at = Whereabouts(self.liveness, self.gatherer, self.worker, feeds, *counts, 400.0)
         self.monkeypatch = monkeypatch
 
     def look(self, second: float, seen: Sight) -> None:
@@ -68,9 +67,12 @@ def test_a_rank_that_trains_nothing_tells_where_it_is_until_it_trains_again(rank
     ranks[0].look(13, BROADCAST)
     told = ranks[1].liveness.places([0])[0]
     assert told.text == BROADCAST.text and told.inside and not told.waits, "it only just came there"
-    ranks[0].trained = 4
-    ranks[0].look(14, BROADCAST)
+    ranks[0].gatherer.begun = 1
+    for second in range(14, 24):
+        ranks[0].look(second, BROADCAST)
     assert ranks[1].liveness.places([0]) == {}
+    ranks[0].look(24, BROADCAST)
+    assert ranks[1].liveness.places([0]) == {0: told}, "a collective behind it, it is there again"
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,19 +94,37 @@ def test_who_waits_names_who_is_elsewhere_once(ranks: list[Rank], caplog: pytest
     ]
 
 
-@pytest.mark.parametrize("before, exchanges, named", [(2, 8, False), (2, 9, False), (2, 7, True), (8, 8, True)])
-def test_who_is_done_with_a_backward_is_not_why_it_takes_long(
-    ranks: list[Rank], caplog: pytest.LogCaptureFixture, before: int, exchanges: int, named: bool
-) -> None:
+@pytest.mark.parametrize("way, before, exchanges, named", [
+    (torch.autograd.graph._engine_run_backward, 2, 8, False), (torch.autograd.graph._engine_run_backward, 2, 9, False),
+    (torch.autograd.graph._engine_run_backward, 2, 7, True), (torch.autograd.graph._engine_run_backward, 8, 8, True),
+    (torch.nn.Module._call_impl, 2, 8, True),
+])  # fmt: skip
+def test_who_is_done_is_not_why(ranks: Any, caplog: Any, way: Any, before: int, exchanges: int, named: bool) -> None:
     """As with a million tokens, where one GPU is 10 s behind. Who left the step after an error has started less, and
     where nothing is exchanged that cannot be seen."""
-    backward = sight("in backward", chain=(torch.autograd.graph._engine_run_backward.__code__,))
-    ranks[0].trained, ranks[0].exchanges, ranks[1].trained, ranks[1].exchanges = 3, before, 3, exchanges
+    backward = sight("in backward", chain=(way.__code__,))
+    ranks[0].trained, ranks[0].exchanges, ranks[1].trained, ranks[1].exchanges = 1, before, 1, exchanges
     stand(ranks[1], BARRIER)
     ranks[0].look(0, backward)
     ranks[0].exchanges = 8
     stand(ranks[0], backward)
     assert bool(said(caplog)) == named
+
+
+@pytest.mark.parametrize("count, end", [(11, APART), (12, "; and 1 more")])
+def test_of_many_the_first_are_named(count: int, end: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 waits as well, and rank 2 is done with this micro-batch."""
+    store = dist.HashStore()
+    ranks = [Rank(store, rank, count, monkeypatch) for rank in range(count)]
+    ranks[2].exchanges = 1
+    for one, seen in zip(ranks[:3], (BROADCAST, BROADCAST, BARRIER)):
+        stand(one, seen, 1)
+    for one in ranks[3:]:
+        one.at.leave("")
+    for one, seen in zip(ranks[2::-1], (BARRIER, BROADCAST, BROADCAST)):
+        stand(one, seen)
+    line = said(caplog)[-1]
+    assert line.startswith("rank 0, ") and line.count(" has left") == 8 and line.endswith(end) and "rank 2 " not in line
 
 
 @pytest.mark.parametrize("mine, other, micro_batches", [
@@ -113,9 +133,7 @@ def test_who_is_done_with_a_backward_is_not_why_it_takes_long(
     (BARRIER, sight("at train.py:80", inside=False), 5),  # such as a rank that saves a checkpoint
     (sight("in linear", collective=False), BARRIER, 5),  # this one is slow itself
 ])  # fmt: skip
-def test_ranks_that_may_only_be_slow_are_not_named(
-    ranks: list[Rank], caplog: pytest.LogCaptureFixture, mine: Sight, other: Sight, micro_batches: int
-) -> None:
+def test_who_may_be_slow_is_not_named(ranks: Any, caplog: Any, mine: Sight, other: Sight, micro_batches: int) -> None:
     ranks[1].trained, ranks[2].trained = 5, micro_batches
     stand(ranks[2], other)
     stand(ranks[1], mine, 30)
@@ -128,17 +146,14 @@ def test_a_micro_batch_beyond_the_end_is_known_at_once(ranks: list[Rank], caplog
     stand(ranks[1], sight("at train.py:50", inside=False), 9)
     assert said(caplog) == [], "it may leave its loop"
     stand(ranks[1], BROADCAST, 6)
-    assert said(caplog) == [
-        f"rank 1, which has begun 0 micro-batches, has waited 3 s {BROADCAST.text}, and will in vain: {ranks[1].over}"
-    ]
+    begin = f"rank 1, which has begun 0 micro-batches, has waited 3 s {BROADCAST.text}"
+    assert said(caplog) == [f"{begin}, and will in vain: {ranks[1].over}"]
 
 
 @pytest.mark.parametrize("failed, exchange, collective, hopeless", [
     (False, 4, 0, False), (False, 5, 0, True), (False, 0, 9, False), (False, 0, 10, True), (True, 4, 0, True),
 ])  # fmt: skip
-def test_what_a_rank_had_begun_is_waited_for(
-    ranks: list[Rank], failed: bool, exchange: int, collective: int, hopeless: bool
-) -> None:
+def test_what_was_begun_is_waited_for(ranks: Any, failed: Any, exchange: int, collective: int, hopeless: Any) -> None:
     """It left after exchange 4 and collective 9: a slow rank is not told that those will not end."""
     ranks[1].exchanges, ranks[1].gatherer.begun = 4, 9
     ranks[1].at.leave("KeyError: 'labels'" if failed else "")
@@ -174,27 +189,19 @@ def test_who_did_not_come_is_told_from_who_died(ranks: list[Rank]) -> None:
     )
 
 
-def _call_in(module: str, wait: Any) -> Any:
-    """A function of a module of that name, which waits."""
-    space = {"__name__": module, "wait": wait}
-    exec(compile("def broadcast():\n    wait()", f"/x/site-packages/{module}.py", "exec"), space)
-    return space["broadcast"]
-
-
-@pytest.mark.parametrize("module, forward, inside, collective", [
-    ("torch.distributed.distributed_c10d", True, True, True),
-    ("torch.distributed.distributed_c10d", False, False, True),
-    ("transformers.trainer", True, True, False),
+@pytest.mark.parametrize("module, forward, collective", [
+    ("site-packages/torch.distributed.distributed_c10d", True, True), ("deepspeed_cad.exchange", True, True),
+    ("site-packages/torch.distributed.distributed_c10d", False, True),
+    ("site-packages/transformers.trainer", True, False),
 ])  # fmt: skip
-def test_what_a_thread_is_in(module: str, forward: bool, inside: bool, collective: bool) -> None:
+def test_what_a_thread_is_in(module: str, forward: bool, collective: bool) -> None:
+    """In a function of such a module that waits, called by a script or by nobody."""
     reached, go_on = threading.Event(), threading.Event()
-    call = _call_in(module, lambda: (reached.set(), go_on.wait()))
-
-    class Model(torch.nn.Module):
-        def forward(self) -> None:
-            call()
-
-    thread = threading.Thread(target=Model() if forward else call)
+    space: dict[str, Any] = {"__name__": module.rpartition("/")[2], "reached": reached, "go_on": go_on}
+    exec(compile("def broadcast():\n    reached.set(); go_on.wait()", f"/x/{module}.py", "exec"), space)
+    call, model = space["broadcast"], torch.nn.Module()
+    model.forward = lambda: call()
+    thread = threading.Thread(target=model if forward else call)
     thread.start()
     reached.wait()
     try:
@@ -202,6 +209,7 @@ def test_what_a_thread_is_in(module: str, forward: bool, inside: bool, collectiv
     finally:
         go_on.set()
         thread.join()
-    assert (found.inside, found.collective) == (inside, collective) and CODE not in found.chain
-    assert found.text.startswith(("in <lambda>", "in broadcast", "at test_whereabouts.py:"))
+    assert (found.inside, found.collective) == (forward, collective) and call.__code__ in found.chain
+    line = f"test_whereabouts.py:{model.forward.__code__.co_firstlineno}"
+    assert found.text == (f"in broadcast, called at {line}" if forward else f"at {module.rpartition('/')[2]}.py:2")
     assert see(0) == Sight((), False, False, "at its end")
