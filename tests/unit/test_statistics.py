@@ -57,9 +57,8 @@ def test_two_lines_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
         "deepspeed_cad: CAD is on: 1 rank, nothing to exchange, kernel torch_math; attention max/mean 1.00 → 1.00 in "
         "the first micro-batch, rank 0 sent 0.0 MiB in its forward"
     ]
-    assert session_lines.summary(session.facts()).startswith(
-        "3 micro-batches, attention max/mean 1.00 → 1.00, 0.0 MiB sent for each"
-    )
+    begin = "3 micro-batches, attention max/mean 1.00 → 1.00, 0.0 MiB sent for each"
+    assert session_lines.summary(session.facts()).startswith(begin)
     _end()
     close_session()
     end = capfd.readouterr().err
