@@ -49,9 +49,7 @@ class Layer(torch.nn.Module):
             self.micro_batch, None, lambda *_: kernel or TorchMath(), Modes() if modes is None else modes
         )
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, q: Any, k: Any, v: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         return self.descriptor.attend(LayerInput(self, *rows, MaskRule(1.0), sinks, LABEL))[None]
 

@@ -79,9 +79,7 @@ def test_one_line_where_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(("lengths", "numbers", "lines"), [([9, 4], False, 1), ([9, 4], True, 0), ([13], False, 0)])
-def test_a_mask_of_ones_over_packed_rows_is_told_once(
-    lengths: list[int], numbers: bool, lines: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mask_of_ones_over_packed_rows_is_told_once(lengths: Any, numbers: bool, lines: int, capsys: Any) -> None:
     """transformers then lets documents see each other, as LLaMA-Factory's packing does without neat_packing."""
     model = deepspeed_cad.apply(training.tiny_llama(), {}).train()
     batch = training.pack(training.documents(lengths, seed=1))

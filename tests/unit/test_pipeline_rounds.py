@@ -133,9 +133,7 @@ def session() -> Iterator[Session]:
     ("keep", True, [0, 1], [0, 1]), ("keep", True, [1, 0], [1, 0]), ("in_order", True, [1, 0], [0, 1]),
     ("keep", False, [1, 0], [0, 1]),
 ])  # fmt: skip
-def test_micro_batches_stay_in_order_where_that_is_asked_for(
-    session: Session, documents: str, orders: bool, order: list[int], found: list[int]
-) -> None:
+def test_micro_batches_stay_in_order(session: Session, documents: str, orders: bool, order: Any, found: Any) -> None:
     """The light one comes first, or the one that was loaded first: so too where something falls on tokens at random."""
     session.plans.config = replace(session.plans.config, documents=documents)
     given = [LocalSegments.none(0), LocalSegments(*np.array([[0], [9], [0]]), 9)]

@@ -213,9 +213,7 @@ def test_who_took_part_in_a_call_without_cad_is_named(
     ([2], "ranks 1, 3"), ([0, 1, 2, 3, 1, 2], "rank 3"),  # whose second session has not come
     ([1, 2, 3], ""),
 ])  # fmt: skip
-def test_those_who_never_came_are_named(
-    store: dist.Store, ranks: list[int], named: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_those_who_never_came_are_named(store: Any, ranks: Any, named: str, monkeypatch: Any, caplog: Any) -> None:
     """In a warning, too, before time is up."""
     monkeypatch.setattr(patience, "LATE_S", 0.01)
     for rank in ranks:

@@ -22,9 +22,7 @@ LINE = re.compile(
 )
 
 
-def train(
-    dtype: torch.dtype = torch.float32, model: Any = None, batch: Any = None, backwards: int = 1, **changes: Any
-) -> Any:
+def train(dtype: Any = torch.float32, model: Any = None, batch: Any = None, backwards: int = 1, **changes: Any) -> Any:
     model = training.tiny_llama(dtype) if model is None else model
     deepspeed_cad.apply(model, {"verify": 2, **changes})
     batch = training.pack(training.documents([40, 3, 1, 77], seed=5)) if batch is None else batch
