@@ -1,5 +1,6 @@
 """The one reader of documents: every way to say where they are, alone and beside the others, against what is meant."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening
 
 from deepspeed_cad.ahead import documents
+from deepspeed_cad.ahead.announced import StepMessage
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
 from deepspeed_cad.pipeline.data import read_micro_batch
@@ -116,6 +118,15 @@ def test_a_batch_without_tokens_is_one_of_padding() -> None:
     for shape in (0, 8), (2, 0):
         found = read_documents({"input_ids": torch.zeros(shape)}).local
         assert (found.tokens, len(found.begin)) == (1, 0)
+
+
+def test_what_is_announced_arrives() -> None:
+    rows, row = (replace(read_documents({"input_ids": torch.zeros(n, 6)}), loaded=9 + n, ids=77 * n) for n in (2, 1))
+    told = StepMessage.from_array(StepMessage([rows, row], 5, np.array([3, 4])).to_array())
+    assert (told.fields, told.padding.tolist()) == (5, [3, 4])
+    said = [(one.local.tokens, one.unit, one.loaded, one.ids) for one in told.micro_batches]
+    assert said == [(12, 6, 11, 154), (6, 1, 10, 77)]
+    assert [one.local.to_array().tolist() for one in told.micro_batches] == [[[0, 6, 0], [0, 6, 6]], [[0, 6, 0]]]
 
 
 def _shown(query: int, key: int) -> torch.Tensor:
