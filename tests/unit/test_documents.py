@@ -184,6 +184,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"attention_mask": torch.zeros(1, 1, 16, 16).masked_fill(~BLOCKS, -3.0)}, r"\[0, 0, 0, 1\] is -3.0"),
     "whole numbers": ({"attention_mask": BLOCKS.long()}, "type is torch.int64"),
     "keys of a prefix": ({"attention_mask": torch.ones(1, 1, 16, 20)}, r"the micro-batch is \[1, 16\]"),
+    "two masks for three rows": ({"rows": 3, "attention_mask": torch.cat([BLOCKS] * 2)}, r"micro-batch is \[3, 16\]"),
     "three axes of a mask": ({"attention_mask": BLOCKS[0]}, "two and of four axes"),
     "a mask for each kind of layer": ({"attention_mask": {"full_attention": BLOCKS}}, "a dict"),
 }  # fmt: skip
