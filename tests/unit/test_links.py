@@ -169,6 +169,7 @@ def test_paused_ranks_use_the_rule() -> None:
 @pytest.mark.parametrize("nanoseconds, size, named", [
     ([[10**9, 0, 2 * 10**9]], [10**9, 0, 10**7], "at start, for rank 2 on host-2 (0.005 GB/s): plans"),
     ([[10**8, 5 * 10**9], *[[10**8, 10**8]] * (ENOUGH - 1)], [10**9, 10**9], ""),  # one late packet
+    ([[10**7, 10**7]], [4 * 10**6] * 2, ""),  # little in hardly any time
 ])  # fmt: skip
 def test_a_broken_link_is_named_once(nanoseconds: list[list[int]], size: list[int], named: str) -> None:
     speeds = link_speeds(len(size))
