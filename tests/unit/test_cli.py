@@ -5,13 +5,15 @@ import logging
 import re
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
+import hypothesis
 import pytest
 import torch
 
-from deepspeed_cad import cli
+from deepspeed_cad import cli, native
 from deepspeed_cad.cli import doctor
 from deepspeed_cad.cli.doctor import Finding
 from deepspeed_cad.config import CADConfig
@@ -19,6 +21,7 @@ from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.exchange.probe import NAMES
 from deepspeed_cad.server import meeting, process
 from deepspeed_cad.server.launch import Split
+from deepspeed_cad.version import OLDEST
 
 WORKS = {
     "packages": [*(Finding(name, True, "2") for name in ("torch", "numpy", "native library", "deepspeed"))],
@@ -54,9 +57,6 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     assert [line for line in lines if "tried" in line] == ["kernels, each tried", "transports, each tried"]
     assert "works here: kernels torch_math; transports c10d; autoload active" in lines[-1]
     assert lines[-1].endswith("to get what is missing: deepspeed: pip install it")
-    level = logging.getLogger("deepspeed_cad").level
-    assert doctor.summarise(doctor.examine()) == lines[-1]
-    assert logging.getLogger("deepspeed_cad").level == level
     assert cli.main(["doctor", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["core_works"] is True and read["kernels"][0]["name"] == "torch_math" and read["summary"] == lines[-1]
@@ -73,39 +73,62 @@ def test_exit_code_where_the_core_does_not_work(monkeypatch, section: str, found
     assert cli.main(["doctor"]) == 1 and "DOES NOT WORK" in capsys.readouterr().out
 
 
-def test_a_probe_that_fails_is_a_finding() -> None:
+def test_a_probe_that_fails_is_a_finding_and_warnings_are_left_to_the_report(monkeypatch) -> None:
+    warns, heard = partial(logging.getLogger("deepspeed_cad").isEnabledFor, logging.WARNING), []
     fails = mock.Mock(side_effect=OSError("first line\nsecond line"))
-    assert doctor._findings("thing", fails) == [Finding("thing", False, "OSError: first line")]
-    assert doctor._last_line(" \n") == "no message"
+    monkeypatch.setattr(doctor, "PROBES", {"one": fails, "two": lambda: heard.append(warns()) or WORKS["devices"]})
+    assert doctor.examine() == {"one": [Finding("one", False, "OSError: first line")], "two": WORKS["devices"]}
+    assert heard == [False] and warns() and doctor._last_line(" \n") == "no message"
 
 
-def test_packages_that_are_missing_come_with_a_remedy(monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGES", {"no_such_package": "pip install no_such_package", "numpy": "build it"})
+def test_packages_that_are_missing_or_old_come_with_a_remedy(monkeypatch) -> None:
+    assert set(OLDEST) <= set(doctor.PACKAGES)
+    remedies = {"no_such_package": "pip install it", "numpy": "build it", "pytest": "", "hypothesis": ""}
+    monkeypatch.setattr(doctor, "PACKAGES", remedies)
+    monkeypatch.setitem(OLDEST, "pytest", "999.1")
     monkeypatch.setattr(doctor, "import_module", mock.Mock(side_effect=OSError("no BLAS")))
-    missing = Finding("no_such_package", False, "not installed", "pip install no_such_package")
-    assert doctor.try_packages()[:2] == [missing, Finding("numpy", False, "cannot be imported: no BLAS", "build it")]
+    monkeypatch.setattr(native, "why_missing", lambda: "no library. To get it: make it.")
+    old = f"{pytest.__version__}, but 999.1 or newer is needed", "pip install --upgrade 'pytest>=999.1'"
+    assert doctor.try_packages() == [
+        Finding("no_such_package", False, "not installed", "pip install it"),
+        Finding("numpy", False, "cannot be imported: no BLAS", "build it"), Finding("pytest", False, *old),
+        Finding("hypothesis", True, hypothesis.__version__),
+        Finding("native library", False, "no library", native.REBUILD),
+    ]  # fmt: skip
 
 
 def test_autoload_is_tried_in_another_python(monkeypatch) -> None:
     monkeypatch.delenv("DEEPSPEED_CAD_AUTOLOAD", raising=False)
-    for code, out, said in (0, "True", "active"), (0, "False", "not active"), (1, "True", "importing deepspeed fails"):
-        done = SimpleNamespace(returncode=code, stdout=out, stderr="")
+    works = Finding("autoload", True, 'active: a "cad" block in the DeepSpeed JSON is enough')
+    assert doctor.try_autoload() == [works]
+    for code, out, said in (0, "False\n", "not active"), (1, "True\n", "importing deepspeed fails: no such module"):
+        done = SimpleNamespace(returncode=code, stdout=out, stderr="Traceback\nno such module\n")
         monkeypatch.setattr(doctor.subprocess, "run", lambda *_, done=done, **given: done)
         (found,) = doctor.try_autoload()
-        assert found.detail.startswith(said) and found.name == "autoload" and found.ok == (not found.remedy)
+        assert found.detail.startswith(said) and not found.ok and found.remedy.startswith("pip install deepspeed_cad")
     monkeypatch.setenv("DEEPSPEED_CAD_AUTOLOAD", "0")
     assert "turned off" in doctor.try_autoload()[0].detail
 
 
 def test_transports_are_tried_between_two_processes(monkeypatch) -> None:
-    process = SimpleNamespace(communicate=lambda timeout: ("so\n3 GB/s", "why\nthat is why"), kill=int, wait=int)
-    monkeypatch.setattr(doctor.subprocess, "Popen", lambda *_, **given: process)
-    for process.returncode, said in (0, "exchanged slices on the CPU at 3 GB/s"), (1, "failed: that is why"):
-        (found,) = doctor._try_transport("c10d")
-        assert found.detail.endswith(f"two processes {said}") and found.ok == (process.returncode == 0)
-    for ok, said in (True, "NCCL; not tried, because this process sees one GPU"), (False, "NCCL"):
-        monkeypatch.setattr("deepspeed_cad.exchange.probe.probe", lambda name, ok=ok: (ok, "NCCL"))
-        assert doctor._try_transport("nccl") == [Finding("nccl", ok, said)]
+    processes = [mock.Mock(returncode=0), mock.Mock()]
+    for rank, one in enumerate(processes):
+        one.communicate.return_value = f"so\n{3 + rank} GB/s", f"why\nthat is why {rank} failed"
+    monkeypatch.setattr(doctor.subprocess, "Popen", lambda words, **given: processes[int(words[-2])])
+    monkeypatch.setattr("deepspeed_cad.exchange.probe.probe", lambda name: (name != "mixed", "NCCL"))
+    for gpus, name, code, said in (
+        (1, "c10d", 0, "two processes exchanged slices on the CPU at 3 GB/s"),
+        (2, "nccl", 0, "two processes exchanged slices on GPUs at 3 GB/s"),
+        (2, "nccl", 1, "rank 1 of two processes failed: that is why 1 failed"),
+        (1, "nccl", 0, "NCCL; not tried, because this process sees one GPU"), (1, "mixed", 0, "NCCL"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        processes[1].returncode = code
+        assert doctor._try_transport(name) == [Finding(name, not code and name != "mixed", said)]
+    processes[1].communicate.side_effect = subprocess.TimeoutExpired("python", 1)
+    late = "two processes on this machine did not exchange anything within 120 s"
+    assert doctor._try_transport("c10d") == [Finding("c10d", False, late)]
+    assert all(one.kill.call_count == one.wait.call_count == 4 for one in processes)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +142,7 @@ def test_gpus_are_listed_and_who_reaches_whom(monkeypatch, reach: list[list[int]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: bool(reach[a][b]))
     first, *listed = doctor.try_devices()
-    assert first.ok and first.detail.startswith(f"{len(reach)} × CUDA")
+    assert first == Finding("GPUs", True, f"{len(reach)} × CUDA {torch.version.cuda}")
     gpus = [one for one in listed if one.name.startswith("GPU ")]
     assert tried == [f"cuda:{index}" for index in range(len(reach))]
     assert [one.detail for one in gpus] == ["some GPU, 9.0, 140 GiB"] * len(reach)
@@ -133,8 +156,11 @@ def test_gpus_are_listed_and_who_reaches_whom(monkeypatch, reach: list[list[int]
 def test_the_fastest_kernel_of_a_gpu_can_be_installed(monkeypatch, kernel: str, major: int, package: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr("deepspeed_cad.kernels.registry.try_all", lambda device: [(kernel, False, "not installed")])
-    assert doctor.try_kernels()[0].remedy.split(" ")[-1] == package
+    monkeypatch.setattr(
+        "deepspeed_cad.kernels.registry.try_all", lambda device: [(kernel, ok, device) for ok in (0, 1)]
+    )
+    found = [(one.detail.type, one.remedy.split(" ")[-1]) for one in doctor.try_kernels()]
+    assert found == [("cuda", package), ("cuda", "")]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from model_cases import NEW
 from deepspeed_cad.cli import main
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
 from deepspeed_cad.cli.data.documents import BATCH, _count_documents
+from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.packing import TRL_BATCH, say_cut, trl_rows
 from deepspeed_cad.forecast.setting import SHAPES, StateLayers
 
@@ -61,6 +63,7 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 def _texts(path: Path, rows: list[dict[str, Any]]) -> None:
     path.mkdir()
+    (path / ".hidden").write_text("which nobody reads")
     for row in rows:
         (path / f"{row['id']}.py").write_text(row["text"].replace(" ", "\n\n"))
 
@@ -145,11 +148,7 @@ def test_chats_are_counted_as_the_template_writes_them(tmp_path: Path, plan: Pla
     chat = [{"role": "user", "content": "w " * 10}, {"role": "assistant", "content": "w " * 20}]
     path = _write(tmp_path, "list.json", [{"messages": chat}] * 8)
     assert plan(path)[1]["longest"] == 30 + 2 * 2
-    (tmp_path / "plain").mkdir()
-    for file in tokenizer.iterdir():
-        if file.name != "chat_template.jinja":
-            (tmp_path / "plain" / file.name).write_text(file.read_text())
-    assert plan(path, "--tokenizer", tmp_path / "plain", tokenize=False)[1]["longest"] == 30
+    assert plan(path, "--tokenizer", tokenizer.with_name("plain0"), tokenize=False)[1]["longest"] == 30
 
 
 def test_nothing_is_read_behind_the_limit() -> None:
@@ -291,36 +290,37 @@ def test_the_shape_of_a_model(tmp_path: Path, config: dict[str, Any], change: di
 
 
 @pytest.mark.skipif(not NEW, reason="transformers 4 has not all of them")
-@pytest.mark.parametrize("kind, said", [
-    ("qwen3_5", ""),
-    ("jamba", "its experts"),
-    ("llama4", "36 of 48 layers (chunked_attention) and its experts"),
-    ("gpt_oss", "18 of 36 layers (sliding_attention) and its experts"),
-])  # fmt: skip
-def test_supported_models_are_read_and_what_is_not_foreseen_is_said(tmp_path: Path, kind: str, said: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert read_model_shape(str(tmp_path)).not_counted == said
-
-
-@pytest.mark.skipif(not NEW, reason="transformers 4 has not all of them")
-def test_layers_that_carry_state_are_read_off_the_model(tmp_path: Path) -> None:
+def test_layers_that_carry_state_are_read_off_the_model_and_what_is_not_foreseen_is_said(tmp_path: Path) -> None:
     """Delta nets, both kinds of Mamba (B, C and dt of the second come with its convolution), short convolutions."""
     read = {}
-    for kind in ("qwen3_5", "jamba", "falcon_h1", "lfm2"):
-        more = {"layer_types": ["conv"] * 30 + ["full_attention"] * 2} if kind == "lfm2" else {}
+    for kind, said in {
+        "qwen3_5": "", "jamba": "its experts", "falcon_h1": "", "lfm2": "",
+        "llama4": "36 of 48 layers (chunked_attention) and its experts",
+        "gpt_oss": "18 of 36 layers (sliding_attention) and its experts",
+    }.items():  # fmt: skip
+        more = {"layer_types": ["full_attention"] * 31 + ["conv"]} if kind == "lfm2" else {}
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **more}))
         read[kind] = read_model_shape(str(tmp_path))
+        assert read[kind].not_counted == said
     assert read["qwen3_5"] == SHAPES["qwen3.5-9b"]
     mamba, beside = read["jamba"].state, read["falcon_h1"].state
     assert mamba is not None and (mamba.count, mamba.attending, mamba.hands_on) == (28, 4, False)
     assert (mamba.taken, mamba.given) == (3 * 8192, 8192)
     assert beside is not None and beside.count == beside.attending == read["falcon_h1"].layers
-    assert read["lfm2"].state == StateLayers(30, 2, 4 * 2560 * 2560, 0, 0, False)
+    assert read["lfm2"].state == StateLayers(1, 31, 4 * 2560 * 2560, 0, 0, False)
 
 
-def test_the_shape_without_transformers(tmp_path: Path, without: Callable[[str], None]) -> None:
+def test_names_are_those_of_checkpoints_and_files_are_read_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: Callable[[str], None]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    without("transformers")
+    cached = mock.Mock(side_effect=[tmp_path / "config.json", OSError("no such repository\nno network")])
+    monkeypatch.setattr("transformers.utils.cached_file", cached)
+    assert vars(read_model_shape("some/llama")) == SHAPE and cached.call_args.args == ("some/llama", "config.json")
+    for said in ("cannot be found as a checkpoint: no such repository", "without transformers no name is known .*"):
+        with pytest.raises(CADConfigError, match=f"^--model: x is no file.* {said}; give .* llama-70b, qwen3.5-9b$"):
+            read_model_shape("x")
+        without("transformers")
     assert vars(read_model_shape(str(tmp_path))) == SHAPE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -18,9 +19,12 @@ from test_compare_modes import made
 
 from deepspeed_cad import profiles
 from deepspeed_cad.cli import foresee, main, picture
+from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.errors import CADError
+from deepspeed_cad.forecast import Setting
 from deepspeed_cad.forecast.attention import WAIT
-from deepspeed_cad.forecast.compare import Comparison
+from deepspeed_cad.forecast.compare import MODES, Comparison
+from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.layout import Layout
 
 GOOD: dict[str, Any] = {
@@ -32,6 +36,11 @@ GOOD: dict[str, Any] = {
 def plan(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
     """Exit code and all that was said."""
     return main(["plan", *map(str, words)]), "".join(capsys.readouterr())
+
+
+def options(*words: str) -> argparse.Namespace:
+    add_arguments(parser := argparse.ArgumentParser())
+    return parser.parse_args(words)
 
 
 def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,22 +67,13 @@ def test_what_is_said_and_answered_changes_on_purpose(question: str) -> None:
 
 
 def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of docs/million-tokens.md: how long its layers that carry state wait, and who cannot train it."""
+    """The command of docs/million-tokens.md: how long its layers that carry state wait."""
     (tmp_path / "million.json").write_text(json.dumps([1 << 20] * 2))
-    words = "--model qwen3.5-9b --ranks 8 --context 131072 --offload-optimizer --keep host".split()
-    assert main(["plan", str(tmp_path / "million.json"), *words, "--packing", "spanning", "--json"]) == 0
-    shown = capsys.readouterr()
-    answer = json.loads(shown.out)
-    state, modes = answer["state_layers"], {one["mode"]: one for one in answer["modes"]}
-    assert state["says"] in shown.err and state["layers"] == 24
-    assert state["over_own_rows"] == pytest.approx(1 + 7 * WAIT)
-    assert 0 < state["late_seconds"] < modes["cad"]["step_seconds"] / 10
-    assert modes["cad"]["fits"]
-    assert "another computation" in answer["left_out"]["plain"]
-    for mode in ("ulysses", "gathered", "cad reserved"):
-        assert "state" in answer["left_out"][mode]
-    assert main(["plan", str(tmp_path / "million.json"), *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["state_layers"] is None, "documents that are cut do not span"
+    words = "--model qwen3.5-9b --ranks 8 --context 131072 --offload-optimizer --keep host --packing spanning".split()
+    assert main(["plan", str(tmp_path / "million.json"), *words, "--modes", "cad", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["state_layers"]["over_own_rows"] == pytest.approx(1 + 7 * WAIT)
+    assert answer["modes"][0]["fits"]
     assert main(["plan", str(tmp_path / "million.json"), *words, "--pipeline", "2"]) == 2
 
 
@@ -83,6 +83,7 @@ def test_bad_values_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
     script += "sys.exit(code if not {'torch', 'transformers', 'datasets'} & set(sys.modules) else 9)"
     for words, said in (
         (["--tolerance", "2"], 'key "tolerance" is 2.0; allowed: a number between 0 and 1'),
+        (["--ranks-per-node", "3,2"], "hosts of 3, 2 ranks have 5; there are 8"),
         ([], "nosuch.jsonl does not exist"),
     ):
         command = ["plan", "nosuch.jsonl", "--model", "nosuch", *words]
@@ -100,23 +101,53 @@ def test_a_profile_of_ones_own_is_taken_as_it_is(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero3"])
-def test_pictures_of_what_is_foreseen(
-    sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_of_what_is_foreseen(sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    draw, drawn = foresee.draw_curves, {}
-    monkeypatch.setattr(foresee, "draw_curves", lambda over, *rest: (drawn.update({over: rest[0]}), draw(over, *rest)))
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "of a run" / "pictures"
+    if sharding == "zero3":
+        folder.mkdir(parents=True)
     words = f"long-mix --ranks 4 --steps 1 --context 16384 --sharding {sharding} --modes".split()
     code, said = plan(capsys, *words, "plain,cad,cad reserved", "--pictures", folder)
     names = {"step.png", "ranks.png", "context.png", *["reserved.png"] * (sharding == "zero1")}
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.iterdir())
     assert all(f"drew {folder / name}" in said for name in names)
-    for over, values in (("GPUs", {4, 8, 16}), ("tokens a GPU packs", {4096, 8192, 16384, 32768})):
-        assert values <= {value for value, _ in drawn[over]["cad"]}, over
-    assert min(value for value, _ in drawn["GPUs"]["plain"]) == 2, "one GPU has nobody to balance with"
     assert re.search(r"^ +tokens/s.* exposed$\n^ +/GPU.* exch. %$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("more, ranks, per_host, servers", [
+    ("", (2, 4, 8, 16, 32, 64), 8, (1, 2, 3, 4, 6, 8)),
+    ("--tensor 2 --ranks-per-node 12,4", (4, 8, 16, 32, 64), 4, (1, 2, 3, 4)),
+])  # fmt: skip
+def test_points_of_curves(
+    more: str, ranks: tuple[int, ...], per_host: int, servers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps of the same documents at each, however few there are; a mode is drawn where it fits."""
+    asked, drawn = [], {}
+
+    def compare(own: Setting, steps: Any, modes: Any, reserved: int | None, fewer: Any) -> Comparison:
+        asked.append((own.cluster.ranks, own.cluster.per_host, max(steps[0][0].segments.end), reserved, modes))
+        rows = [np.bincount(one.segments.rank, minlength=own.seats) for step in steps for one in step]
+        assert len(steps) == 4 and len(rows) == 8 and (np.array(rows) == 3).all()
+        assert own.seats > 2 or len(fewer(1)) == 8, "one trainer alone needs twice as many"
+        return Comparison((made("plain", 1.0, peak=200.0), made("cad", 0.5)), {})
+
+    monkeypatch.setattr(foresee, "compare", compare)
+    monkeypatch.setattr(foresee, "draw_step", lambda *_: None)
+    monkeypatch.setattr(foresee, "draw_curves", lambda over, curves, path: drawn.update({over: curves}))
+    words = "x --ranks 16 --context 4096 --packing none --batch 3 --micro-batches 2 --pictures x"
+    args, names, contexts = options(*words.split(), *more.split()), ["plain", "cad"], [1024 << n for n in range(5)]
+    given = foresee.read_setting(args, ModelShape()), [1000, 20000], args, names, len
+    assert foresee.draw(Comparison((), {}), *given) == ["x/step.png", "x/ranks.png", "x/context.png"]
+    assert asked == [
+        *((one, min(one, per_host), 4096, None, names) for one in ranks),
+        *((16, per_host, one, None, names) for one in contexts),
+        *((16, per_host, 4096, one, ["cad reserved", "cad"]) for one in servers),
+    ]
+    assert drawn == {
+        over: {"plain": [], "cad": [(one, 500.0) for one in values]}
+        for over, values in (("GPUs", ranks), ("tokens a GPU packs", contexts))
+    }
 
 
 def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +189,25 @@ def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "no mode that is asked for can run on 7 GPUs: Ulysses: 32 query heads and 7 seats have no common divisor; "
         "all-gather CP: 7 seats cannot be divided by 2",
     ),
+    (["--modes", "cad reserved", "--reserve", "none"], "--reserve none leaves nothing"),
     (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
     (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
+    (["--ranks", "64", "--tensor", "64"], "32 query and 8 KV heads cannot be divided by 64 tensor-parallel ranks"),
     (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     code, shown = plan(capsys, "long-mix", "--steps", "1", *words)
     assert code == 2 and said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("words, modes, servers", [
+    (["--modes=cad, plain"], "cad,plain,plain kept", None), (["--modes=cad,ulysses"], "cad,ulysses", None),
+    (["--modes=plain kept,plain,cad"], "plain kept,plain,cad", None), ([], ",".join(MODES), None),
+    (["--modes=plain,cad", "--no-checkpointing"], "plain,cad", None), (["--modes=cad reserved"], "cad reserved", None),
+    (["--modes=cad reserved,cad", "--reserve=none"], "cad", None), (["--reserve=3"], ",".join(MODES), 3),
+])  # fmt: skip
+def test_modes_that_are_foreseen(words: list[str], modes: str, servers: int | None) -> None:
+    assert foresee.wanted_modes(options("x", *words)) == (modes.split(","), servers)
 
 
 @pytest.mark.parametrize("content, said", [

@@ -359,6 +359,12 @@ def test_the_default_file_is_what_auto_finds(timed: Any, monkeypatch: Any, tmp_p
     (cost,) = found.entries
     assert (cost.pair, cost.row, cost.key, cost.task) == pytest.approx(TRUE, rel=1e-3)
     assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit
+    timed.append(1.05)
+    monkeypatch.setattr(profile_command, "expected_kernel", lambda *_: "another")
+    assert cli.main(["profile", "--quick"]) == 0
+    (cost,) = (found := Profile.load(path)).entries
+    assert 0 < cost.error < cost.worst < 0.05 and "--quick" in found.source
+    assert "takes what was measured of another; name this file" in capsys.readouterr().out
 
 
 def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) -> tuple[int, str]:

@@ -30,12 +30,8 @@ COST = CostModel("test", "seconds", pair=1.1e-11, row=6.5e-9, key=2.4e-9)
 UNEVEN = Layout.from_rank_lengths([[16384], [4096] * 4, [1024] * 16, [8192, 8192]])
 
 
-def machine(**changes: Any) -> Machine:
-    return replace(Machine.load("h200"), in_training=1.0, **changes)
-
-
-def setting(ranks: int = 4, per_host: int = 4, figures: Machine | None = None, **changes: Any) -> Setting:
-    return Setting(MODEL, Cluster(ranks, per_host, figures or machine()), COST, **changes)
+def setting(ranks: int = 4, per_host: int = 4, cost: CostModel = COST, **changes: Any) -> Setting:
+    return Setting(MODEL, Cluster(ranks, per_host, replace(Machine.load("h200"), in_training=1.0)), cost, **changes)
 
 
 def test_layers_that_carry_state_are_as_measured() -> None:
@@ -57,24 +53,21 @@ def test_layers_that_carry_state_are_as_measured() -> None:
 
 @pytest.mark.parametrize(("ranks", "more"), [(2, WAIT), (3, 2 * WAIT), (9, PARTED)])
 def test_layers_that_carry_state_wait_for_the_ranks_before(ranks: int, more: float) -> None:
-    layout = Layout.from_stream([100 * ranks - 20, 20], ranks, 100)
+    layout = Layout.from_stream([20, 100 * ranks - 40, 20], ranks, 100)
     delta = StateLayers(3, 1, 4096**2, 8192, 4096, True)
     own = replace(setting(ranks=ranks, checkpointing=False), model=replace(MODEL, state=delta))
     travel = find_travel(own, layout)
     run = ROOT / f"benchmarks/results/h100x2/hybrid_long_{'f0d67c3' if more == PARTED else 'f6e74fe'}.json"
     with_cad, without = (json.loads(run.read_text())["modes"][mode]["state_s"] for mode in ("cad", "dp:kept"))
     assert more == pytest.approx((with_cad / without - 1.0) * (2 if ranks == 3 else 1), abs=0.005)
-    assert travel is not None and (travel.held > 0) == (more == PARTED)
-    assert travel.late == pytest.approx(more * travel.own)
+    # Of the long document; the others lie on one rank. Its heads are parted into copies: as the kernel takes them, and
+    # landing areas of 1.25 times as much, out and back.
+    rows, machine = 80 if ranks == 2 else 100, own.machine
+    seconds = (169 + 338) * (8192 + 4096) / machine.memory_rate + 3 * 2 * 4096**2 / machine.matrix_flops
+    assert travel is not None and travel.held == pytest.approx((more == PARTED) * (1 + 2 * 1.25) * 2 * 8192 * rows)
+    assert (travel.late, travel.own) == pytest.approx((more * 3 * rows * seconds, 3 * rows * seconds))
     short = find_travel(replace(own, model=replace(MODEL, state=replace(delta, taken=0, given=0))), layout)
     assert short is not None and short.late == 0, "a short convolution hands no state on"
-
-
-def test_without_checkpointing_every_layer_keeps_what_its_mlp_and_its_norms_take() -> None:
-    own = setting(checkpointing=False)
-    more = activation_bytes(replace(own, model=replace(MODEL, layers=5)), 1e3) - activation_bytes(own, 1e3)
-    kept = bytes_held.SAVED_MLP * MODEL.intermediate + bytes_held.SAVED_HIDDEN * MODEL.hidden
-    assert more == pytest.approx(1e3 * 2 * kept)
 
 
 def test_ulysses_divides_heads_and_deals_groups_out_or_repeats_them() -> None:
@@ -105,15 +98,6 @@ def test_what_lands_and_is_kept_is_what_schedules_count(layout: Layout) -> None:
     assert served_bytes(setting(checkpointing=False), found) > 2 * served_bytes(own, found)
     there = wave.served_rows @ np.array([shape.query_bytes + (2 + 4 / 256) * shape.output_bytes, shape.key_value_bytes])
     assert landing_bytes(own, found, with_outputs=True) == pytest.approx(1.25 * (there.max() + home), rel=0.05)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_outputs_land_too_where_another_rank_runs_the_backward(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[bool] = []
-    monkeypatch.setattr(modes_cad, "landing_bytes", lambda *_, with_outputs: said.append(with_outputs) or 0.0)
-    seats = Layout.from_rank_lengths([[4096], [512] * 8, [1024] * 4, [2048] * 2][: 4 // stages])
-    modes_cad.in_place(setting(pipeline=stages), [seats] * 2)
-    assert said and set(said) == {stages > 1}
 
 
 def test_a_server_waits_for_all_that_its_slowest_home_sends() -> None:
@@ -202,23 +186,17 @@ def test_logits_of_the_loss_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"),
-    ({"tensor": 0}, "tensor parallelism is 0"),
+    ({"tensor": 3}, "4 ranks cannot be divided into 3 tensor-parallel"), ({"tensor": 0}, "tensor parallelism is 0"),
     ({"pipeline": 4, "ranks": 4, "sharding": "zero3"}, "zero1, as pipelines need"),
     ({"ranks": 24, "pipeline": 3}, "4 layers cannot be divided into 3"),
-    ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"),
+    ({"ranks": 24, "tensor": 24}, "heads cannot be divided by 24"), ({"cost": PAIRS}, "in pairs; expected a profile"),
     ({"ranks": 8, "tensor": 2, "sequence": 2}, "Ulysses together with tensor parallelism"),
     ({"ranks": 8, "pipeline": 2, "sequence": 2}, "Ulysses together with pipeline stages"),
     ({"ranks": 6, "sequence": 4}, "cannot be divided by 4 ranks of Ulysses"),
 ])  # fmt: skip
-def test_what_cannot_be_divided(changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_divided_or_timed(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CADConfigError, match=words):
         setting(**changes)
-
-
-def test_costs_in_pairs_give_no_seconds() -> None:
-    with pytest.raises(CADConfigError, match="in pairs; expected a profile"):
-        Setting(MODEL, Cluster(4, 4, machine()), PAIRS)
 
 
 @pytest.mark.parametrize("like, change, words", [
