@@ -24,12 +24,17 @@ QUESTIONS = (
     "books-and-code --packing spanning --ranks 16 --model qwen3.5-9b --context 65536 --link-between 12 --steps 2",
     "long-mix --ranks 1 --sharding zero1 --steps 1",
     "chat --packing none --batch 4 --model qwen3.5-9b --context 131072 --sharding zero1 --steps 1",
+    "chat --packing none --model qwen3.5-9b --sharding zero1 --steps 1 --no-checkpointing --offload-optimizer",
     "long-mix --packing bfd --ranks 16 --pipeline 4 --micro-batches 4 --steps 1 --modes plain,cad",
     *(f"long-mix --ranks 4 --ranks-per-node 3,1 --link-between {speed} --steps 1" for speed in (100, 3, 0.001)),
     *(f"long-mix --recompute-attention --modes cad{more} --steps 1" for more in ("", " --no-checkpointing")),
     "web --tensor 2 --pipeline 2 --ranks 16 --ranks-per-node 4 --micro-batches 4 --context 32768 --steps 1",
     "chat --packing by_length --ranks 4 --context 8192 --modes plain,cad --steps 1",
     "rollouts --ranks 2 --loss chunked --packing zigzag --reserve none --limit 50 --no-checkpointing",
+    "long-mix --ranks 64 --model llama-70b --modes plain,cad --packing bfd --steps 1",
+    "long-mix --ranks 64 --model llama-70b --modes plain,cad --packing bfd --steps 1 --offload-optimizer",
+    "long-mix --modes plain,cad --packing bfd --steps 1 --memory 75 --link-inside 200",
+    "long-mix --modes plain,cad --packing bfd --steps 1 --memory 100 --loss whole",
 )
 
 

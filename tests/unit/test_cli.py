@@ -83,14 +83,13 @@ def test_a_probe_that_fails_is_a_finding_and_warnings_are_left_to_the_report(mon
 
 def test_packages_that_are_missing_or_old_come_with_a_remedy(monkeypatch) -> None:
     assert set(OLDEST) <= set(doctor.PACKAGES)
-    remedies = {"no_such_package": "pip install it", "numpy": "build it", "pytest": "", "hypothesis": ""}
-    monkeypatch.setattr(doctor, "PACKAGES", remedies)
+    monkeypatch.setattr(doctor, "PACKAGES", {"no_such": "get it", "numpy": "build it", "pytest": "", "hypothesis": ""})
     monkeypatch.setitem(OLDEST, "pytest", "999.1")
     monkeypatch.setattr(doctor, "import_module", mock.Mock(side_effect=OSError("no BLAS")))
     monkeypatch.setattr(native, "why_missing", lambda: "no library. To get it: make it.")
     old = f"{pytest.__version__}, but 999.1 or newer is needed", "pip install --upgrade 'pytest>=999.1'"
     assert doctor.try_packages() == [
-        Finding("no_such_package", False, "not installed", "pip install it"),
+        Finding("no_such", False, "not installed", "get it"),
         Finding("numpy", False, "cannot be imported: no BLAS", "build it"), Finding("pytest", False, *old),
         Finding("hypothesis", True, hypothesis.__version__),
         Finding("native library", False, "no library", native.REBUILD),

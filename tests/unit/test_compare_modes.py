@@ -41,16 +41,6 @@ def test_what_keeps_nothing_keeps_nothing_on_the_host() -> None:
     assert kept == [("host", False), ("device", True)]
 
 
-def test_what_cannot_run_is_left_out_with_its_reason() -> None:
-    reasons = {
-        "ulysses": "have no common divisor", "gathered": "cannot be divided by 2",
-        "cad reserved": "one seat cannot be split",
-    }  # fmt: skip
-    found = compare(setting(ranks=1), [[Layout.from_rank_lengths([[4096]])]], [*reasons, "plain"])
-    assert [one.mode for one in found.found] == ["plain"] and found.left_out.keys() == reasons.keys()
-    assert all(reason in found.left_out[mode] for mode, reason in reasons.items())
-
-
 def test_no_steps_and_no_such_mode() -> None:
     for steps in ([], [[], *LONG]):
         with pytest.raises(CADConfigError, match="there is no step"):

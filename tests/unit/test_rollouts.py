@@ -61,12 +61,3 @@ def test_passes_add_up_and_servers_are_left_out() -> None:
         assert first.seconds.optimizer > 0 == second.seconds.optimizer
         assert whole.peak == first.peak and whole.tokens == first.tokens and not whole.measured
         assert whole.mfu / whole.tokens_per_second == pytest.approx(5 / 3 * first.mfu / first.tokens_per_second)
-
-
-@pytest.mark.parametrize(("packing", "least", "most"), [("by_length", 1.15, 1.3), ("by_work", 1.07, 1.15)])
-def test_what_cad_is_worth_where_rollouts_are_dealt_out_already(packing: str, least: float, most: float) -> None:
-    """512 rollouts on 8 GPUs of an 8B: one pass that trains and two without backward, attention kept by both."""
-    steps = list(deal_by_length(LENGTHS, 8, Rows(65536, packing, 1, 64)))[:3]
-    found = compare(setting(forwards=2), steps, ["plain kept", "cad"])
-    balance = found.of("cad").tokens_per_second / found.of("plain kept").tokens_per_second  # type: ignore[union-attr]
-    assert least < balance < most
