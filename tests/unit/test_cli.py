@@ -128,6 +128,7 @@ def test_transports_are_tried_between_two_processes(monkeypatch) -> None:
     late = "two processes on this machine did not exchange anything within 120 s"
     assert doctor._try_transport("c10d") == [Finding("c10d", False, late)]
     assert all(one.kill.call_count == one.wait.call_count == 4 for one in processes)
+    processes[1].communicate.assert_called_with(timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_pictures_of_what_is_foreseen(sharding: str, tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize("more, ranks, per_host, servers", [
     ("", (2, 4, 8, 16, 32, 64), 8, (1, 2, 3, 4, 6, 8)),
-    ("--tensor 2 --ranks-per-node 12,4", (4, 8, 16, 32, 64), 4, (1, 2, 3, 4)),
+    ("--tensor 2 --pipeline 2 --ranks-per-node 12,4", (8, 16, 32, 64), 4, (1, 2)),
 ])  # fmt: skip
 def test_points_of_curves(
     more: str, ranks: tuple[int, ...], per_host: int, servers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -363,7 +363,7 @@ def test_the_default_file_is_what_auto_finds(timed: Any, monkeypatch: Any, tmp_p
     monkeypatch.setattr(profile_command, "expected_kernel", lambda *_: "another")
     assert cli.main(["profile", "--quick"]) == 0
     (cost,) = (found := Profile.load(path)).entries
-    assert 0 < cost.error < cost.worst < 0.05 and "--quick" in found.source
+    assert 0 < cost.error < cost.worst < 0.05 and "--quick" in found.source and found.date
     assert "takes what was measured of another; name this file" in capsys.readouterr().out
 
 
