@@ -7,7 +7,7 @@ import pytest
 
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.request import VARIABLE
-from deepspeed_cad.server.launch import find_role, split
+from deepspeed_cad.server.launch import Split, find_role, split
 from deepspeed_cad.server.servers import ReservedServers
 
 
@@ -33,18 +33,20 @@ def deepspeed(rank: int, sizes: list[int]) -> dict[str, str]:
     ({"ranks": [3, 1]}, [2, 2], [0, 2, 1, 3]), ({"reserved_per_node": 1}, [2, 2], [0, 2, 1, 3]),
     ({"reserved_per_node": 1}, [3, 2], [0, 1, 3, 2, 4]),
     ({"reserved_per_node": 2}, [3, 4], [0, 3, 4, 1, 2, 5, 6]), ({"joined": 2}, [2], [0, 1]),
+    ({"reserved": 1}, [3, 2], [0, 1, 2, 3, 4]),
 ])  # fmt: skip
 def test_numbers(launcher: Any, servers: dict[str, Any], sizes: list[int], expected: list[int]) -> None:
     roles = [split(servers, launcher(rank, sizes)) for rank in range(sum(sizes))]
     assert [role.rank for role, _ in roles] == expected
     assert len({(role.trainers, role.servers, role.rendezvous) for role, _ in roles}) == 1
     changed = [(role, given) for role, given in roles if given]
+    name = "LOCAL_WORLD_SIZE" if launcher is torchrun else "LOCAL_SIZE"
     for role, given in changed:
-        assert not role.is_server and "LOCAL_RANK" not in given
-        assert (given["RANK"], given["WORLD_SIZE"]) == (str(role.rank), str(role.trainers))
+        own = {"RANK": str(role.rank), "WORLD_SIZE": str(role.trainers), name: given[name]}
+        own |= {f"ROLE_{key}": own[key] for key in ("RANK", "WORLD_SIZE") if launcher is torchrun}
+        assert not role.is_server and given == own
     if changed:
         # Of each host, what it has left of trainers.
-        name = "LOCAL_WORLD_SIZE" if launcher is torchrun else "LOCAL_SIZE"
         assert sum(1 / int(given[name]) for _, given in changed) == pytest.approx(len(sizes))
 
 
@@ -64,6 +66,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(servers: dict[str, Any], siz
 def test_without_a_launcher() -> None:
     with pytest.raises(CADConfigError, match=r"RANK and WORLD_SIZE are not set.*torchrun"):
         split({"reserved": 1}, {})
+    trains = Split(2, 1, 1, "127.0.0.1:29500"), {"RANK": "1", "WORLD_SIZE": "2"}
+    assert split({"reserved": 1}, {"RANK": "1", "WORLD_SIZE": "3"}) == trains
 
 
 def test_a_launcher_that_does_not_count_hosts() -> None:
@@ -83,9 +87,10 @@ def test_where_servers_join_later_every_rank_of_the_launch_trains(monkeypatch: p
 @pytest.mark.parametrize("outlives, attempt", [("True", 1), ("False", 0), (None, 0)])
 def test_hosts_that_count_their_own_failures_meet(outlives: str | None, attempt: int) -> None:
     """Where no store of an agent outlives an attempt, another number would only keep hosts apart."""
-    given = torchrun(0, [2, 2]) | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    given = {"TORCHELASTIC_RESTART_COUNT": "1"}
     given |= {} if outlives is None else {"TORCHELASTIC_USE_AGENT_STORE": outlives}
-    assert split({"reserved": 1}, given)[0].attempt == attempt
+    for rank, key in (0, "reserved"), (3, "reserved"), (0, "joined"):
+        assert split({key: 1}, torchrun(rank, [2, 2]) | given)[0].attempt == attempt
 
 
 def test_the_first_trainer_tells_servers_of_micro_batches() -> None:
