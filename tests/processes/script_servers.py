@@ -1,6 +1,6 @@
 """A training loop that ends in some way at step 3 on some rank; tests/processes/test_servers_life.py launches it.
 
-script_servers.py {well,raise,kill,early,wait,until} RANK
+script_servers.py {raise,kill,wait,until} RANK
 """
 
 import os
@@ -32,13 +32,11 @@ for step in range(2000 if how in ("wait", "until") else 6):
             raise ValueError("no more data")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "early":
-            break
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step}", flush=True)
     if how in ("wait", "until"):
         time.sleep(0.2)
-if how in ("well", "until"):
+if how == "until":
     dist.barrier()

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed_cad.errors import CADPeerError
@@ -24,9 +25,9 @@ from deepspeed_cad.exchange.failure import board
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.server import links as links_room
-from deepspeed_cad.server import sockets
+from deepspeed_cad.server import process, sockets
 from deepspeed_cad.server.links import ServerLink, TrainerLinks
-from deepspeed_cad.server.orders import BUSY, LEAVE, OPEN, PLAN, REGROUP, RELEASE, Leader
+from deepspeed_cad.server.orders import BUSY, FAILED, LEAVE, OPEN, PLAN, REGROUP, RELEASE, Leader
 from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.sockets import Door, Frame, Inbox, Listener, encode
 
@@ -131,9 +132,7 @@ def test_trainers_that_do_not_come_are_named(come: Come) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"), [(b"", "closed before all of it"), (bytes(32), "somebody else answers"), (None, "timed out")]
 )
-def test_a_trainer_is_not_fooled_by_whoever_took_the_port(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, words: str
-) -> None:
+def test_a_trainer_is_not_fooled_by_whoever_took_the_port(pool: Any, monkeypatch: Any, answer: Any, words: str) -> None:
     monkeypatch.setattr(sockets, "CONNECT_S", 1.0)
 
     def serve() -> None:
@@ -299,13 +298,15 @@ def test_a_server_that_says_nothing_is_lost_by_name(ends: Ends, goes_on: bool, b
             link.tell({"do": RELEASE, "turns": []})
 
 
-def test_a_server_that_ends_behind_its_trainer_is_not_lost(ends: Ends) -> None:
+@pytest.mark.parametrize("reason, key", [("", "closed/0"), ("x" * 4001, "error/0")])
+def test_a_server_that_ends_behind_its_trainer_is_not_lost(ends: Ends, reason: str, key: str) -> None:
     before = set(threading.enumerate())
     link, inbox = ends.link(), Inbox(ends.server)
     (listens,) = set(threading.enumerate()) - before
-    link.leave("")
+    link.leave(reason)
     link.leave("again")
-    assert [frame.head for frame in inbox.read()] == [{"do": LEAVE, "reason": ""}]
+    assert [frame.head for frame in inbox.read()] == [{"do": LEAVE, "reason": reason[:4000]}]
+    assert [*link.liveness.store.read(["left", "closed/0", "error/0"])] == ["left", key]
     ends.server.close()
     wait_for(lambda: not listens.is_alive())
     assert not link.gone
@@ -336,6 +337,7 @@ def test_a_server_that_wakes_hears_that_it_was_given_up_and_blames_nobody(ends: 
     link = ends.link(silent_s=SILENT_S)
     wait_for(lambda: link.gone)
     link.change((), 1, None)
+    assert link.gone[1].startswith("it has said nothing"), "only the first reason counts"
     links = ends.links()
     assert links.wait_for_reason(10).startswith("the trainers go on without it: it has said nothing for 0.4 s")
     assert Liveness(ends.store, 1, 2).why_hopeless() == "" and Liveness(ends.store, 0, 2).why_hopeless() == ""
@@ -349,6 +351,21 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
     assert links.wait_for_reason(10) == "the process of trainer 0 died, or ended by os._exit"
 
 
+def test_all_hear_of_a_trainer_that_died_behind_one_that_ended_well(ends: Ends, pair: Pair) -> None:
+    links = TrainerLinks(2, {0: ends.server, 1: pair[1]}, Liveness(ends.store, 2, 3))
+    pair[0].sendall(encode({"do": LEAVE, "reason": ""}))
+    pair[0].settimeout(10)
+    wait_for(lambda: links._left and not links.why())
+    ends.trainer.close()
+    reason = "the process of trainer 0 died, or ended by os._exit (trainers 1 had ended well before: look for a loop"
+    assert links.wait_for_reason(10) == f"{reason} that is shorter)" and links.wait() == "the trainers have ended"
+    told, inbox = list[dict](), Inbox(pair[0])
+    while {"do": FAILED, "reason": links.reason} not in told:
+        told += [frame.head for frame in inbox.read()]
+    said = links.liveness.store.read(["error/0", "error/2"])
+    assert said == {"error/0": "its process died", "error/2": f"lost its trainers: {links.reason}"}
+
+
 def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: Ends, pair: Pair) -> None:
     Liveness(ends.store, 0, 3).report("lost its connection in the lengths")
     Liveness(ends.store, 1, 3).report("ValueError: no more data")
@@ -357,9 +374,7 @@ def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: E
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_a_trainer_that_lost_others_may_learn_and_say_which(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, learns: bool
-) -> None:
+def test_a_trainer_that_lost_others_may_learn_and_say_which(ends: Ends, monkeypatch: Any, learns: bool) -> None:
     """It waits for the word of all ranks, this one too."""
     monkeypatch.setattr(board, "WORDS_S", 30.0 if learns else 0.0)
     Liveness(ends.store, 0, 2).report(f"{board.LOST} in the lengths")
@@ -391,6 +406,10 @@ def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None
     links = ends.links(3)
     first = links.orders.get(timeout=10)
     assert isinstance(first, Frame) and first.head["do"] == REGROUP and links.called == 1
+    assert links.why() == "servers have changed"
+    link.tell({"do": OPEN}, generation=0)
+    link.change((), 2, {"do": REGROUP})
+    assert link.gone == {3: "a trainer lost it"} and links.orders.get(timeout=10) is None
     link.leave("")
 
 
@@ -422,10 +441,18 @@ def test_a_stranger_has_so_much_time_and_one_of_many_no_place(come: Come, monkey
     server.talk(server.trainer(0))
 
 
-def test_a_server_that_fails_says_what_ended_its_trainers_else_its_own_reason() -> None:
-    links = mock.Mock(reason="trainer 1 died")
-    server = mock.Mock(_links=links)
-    assert _Server._explain(server, ValueError("of it")) == "trainer 1 died" and not server.liveness.report.called
-    links.reason = ""
+def test_a_server_that_fails_says_what_ended_its_trainers_or_itself(ends: Ends, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(process, "FAREWELL_S", 0.0)
+    link, links = ends.link(goes_on=False), ends.links()
+    server = mock.Mock(_links=links, liveness=links.liveness, device="cpu", **{"split.rank": 1, "loop.held": 3 << 20})
+    reason = (
+        "server 1 has no memory left on cpu (3 MiB held for backwards): 2 GiB. Reserve more servers, or use smaller"
+    )
+    assert _Server._explain(server, torch.OutOfMemoryError("2 GiB")) == f"{reason} micro-batches"
+    wait_for(lambda: link.gone)
+    assert reason in link.gone[1] and links.liveness.look_up("error/1") == link.gone[1]
+    assert capfd.readouterr().err == f"deepspeed_cad: rank 0: server 1 ended: {link.gone[1]}\n"
     assert _Server._explain(server, ValueError("of it")) == "ValueError: of it"
-    assert server.liveness.report.call_args == links.fail.call_args == mock.call("ValueError: of it")
+    link.leave("ValueError: no data")
+    for error in (CADPeerError("rank 0 stopped"), ValueError("of it")):
+        assert _Server._explain(server, error) == "trainer 0 ended: ValueError: no data"

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import socket
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +33,15 @@ from deepspeed_cad.server import process
 from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, take_role
 from deepspeed_cad.server.links import ServerLink
+from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, look_for_errors, open_board, take_place
 from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
-from deepspeed_cad.server.sockets import Listener
 from deepspeed_cad.version import __version__ as OURS
 
 CONFIG = CADConfig(servers={"reserved": 1})
 JOINED = CADConfig(servers={"joined": 1})
+SERVER, CPU = Split(2, 1, 2, "here:1"), torch.device("cpu")
 
 
 @pytest.fixture
@@ -96,8 +97,9 @@ def test_two_launches_at_one_rendezvous(place: str) -> None:
 
 @pytest.mark.parametrize(("reason", "kind"), [("", meetings.Abandoned), ("ValueError: no data", CADPeerError)])
 def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
-    Rendezvous(Split(2, 1, 0, place), 20.0).leave(reason)
-    with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD.*{reason}"):
+    for words in (reason, "exit code 1"):  # which comes after the error
+        Rendezvous(Split(2, 1, 0, place), 20.0).leave(words)
+    with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD(: )?{reason}$"):
         Rendezvous(Split(2, 1, 2, place), 20.0).meet(Hello.of(Split(2, 1, 2, place), CONFIG))
 
 
@@ -106,9 +108,16 @@ def _offer(place: str, **changes: Any) -> None:
     meetings.offer_places(Rendezvous(role, 20.0), replace(Hello.of(role, JOINED), **changes))
 
 
-def test_a_joined_server_takes_its_place(place: str) -> None:
-    _offer(place)
-    assert take_place(place, 20.0) == (Split(2, 1, 2, place), JOINED)
+@pytest.mark.parametrize("config, ranks", [
+    (JOINED, [2]), (replace(JOINED, on_server_failure="continue"), [2, 3]),
+    (replace(CONFIG, on_server_failure="continue"), [3, 4]),
+])  # fmt: skip
+def test_a_server_of_another_launch_takes_the_next_place(place: str, config: CADConfig, ranks: list[int]) -> None:
+    role = Split(2, 1, 0, place, 5)
+    meetings.offer_places(Rendezvous(role, 20.0), Hello.of(role, config))
+    found = [take_place(place, 20.0) for _ in ranks]
+    assert found == [(Split(2, 1, rank, place, 5), config) for rank in ranks]
+    assert [one.came_later for one, _ in found] == [rank > 2 for rank in ranks]
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -151,8 +160,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_world_with_other_numbers(launched: None, world: int, rank: int) -> None:
     request, server = take_role(Request(CONFIG, "a test"))
     request.publish()
-    assert server is None and os.environ["WORLD_SIZE"] == "2"
-    assert find_role(CONFIG.servers, 2, 1) is not None
+    assert server is None and os.environ["WORLD_SIZE"] == "2" and find_role(CONFIG.servers, 2, 1) is not None
     with pytest.raises(CADConfigError, match=f"counts {world} ranks here and this is rank {rank}, but 2 trainers were"):
         find_role(CONFIG.servers, world, rank)
 
@@ -160,8 +168,6 @@ def test_a_world_with_other_numbers(launched: None, world: int, rank: int) -> No
 def test_a_process_that_a_trainer_started_is_no_trainer(launched: None) -> None:
     request, _ = take_role(Request(CONFIG, "a test"))
     request.publish()
-    told = json.loads(os.environ[VARIABLE])
-    assert str(os.getpid()) in json.dumps(told) and PROCESS in json.dumps(told)
     replace(request, split={**(request.split or {}), PROCESS: os.getpid() + 1}).publish()
     with pytest.raises(CADConfigError, match="-m deepspeed_cad.run --cad"):
         find_role(CONFIG.servers, 2, 1)
@@ -171,6 +177,9 @@ def test_a_world_that_is_made_already(launched: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(CADConfigError, match="torch.distributed is initialised already"):
         take_role(Request(CONFIG, "a test"))
+    for config in (CADConfig(), replace(CONFIG, enabled=False)):
+        assert take_role(request := Request(config, "a test")) == (request, None)
+    assert find_role("all", 2, 1) is None
 
 
 # Servers that are lost, and that come while a job runs: asked in, given up, or told that training ended
@@ -183,9 +192,9 @@ class Job:
     def __init__(self, place: str, pool: ThreadPoolExecutor) -> None:
         self.place, self.pool = place, pool
         meeting = Rendezvous(Split(1, 1, 0, place), CHANGES.timeout_s)
-        meeting.root.set("hello/0", "{}")
+        meeting.root.set("hello/0", json.dumps(asdict(Hello.of(meeting.split, CHANGES))))
         self.link = ServerLink(0, {}, open_board(meeting, True), 20.0)
-        self.servers = SurvivingServers(meeting, CHANGES, self.link.liveness, self.link, torch.device("cpu"))
+        self.servers = SurvivingServers(meeting, CHANGES, self.link.liveness, self.link, CPU)
         self.link.liveness.losses = self.servers
 
     def knock(self, number: int) -> Rendezvous:
@@ -194,18 +203,11 @@ class Job:
         meeting.knock(Hello.of(role, CHANGES))
         return meeting
 
-    def come(self, number: int) -> Future[dict[int, socket.socket]]:
-        """A server comes and goes on as its process does; gives its connections."""
-        meeting = self.knock(number)
-
-        def live() -> dict[int, socket.socket]:
-            board = open_board(meeting, True)
-            meetings.wait_to_be_asked_in(board)
-            listener = Listener(number, self.place)
-            meeting.open_door(listener.door)
-            return listener.accept(1, CHANGES.timeout_s, lambda: meetings.look_for_end(board))
-
-        return self.pool.submit(live)
+    def come(self, number: int) -> Future[_Server]:
+        """A server comes; gives it when it is let in."""
+        server = _Server(Split(1, 1, number, self.place), CHANGES, CPU)
+        server._end_with_trainers = lambda: None  # type: ignore[method-assign]  # or it would end this process
+        return self.pool.submit(lambda: server.open() or server)  # type: ignore[func-returns-value]
 
 
 @pytest.fixture
@@ -218,27 +220,18 @@ def job(place: str) -> Iterator[Job]:
         made.link.drop()
 
 
-def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(job: Job, monkeypatch: Any) -> None:
     monkeypatch.setattr(room, "CONNECT_S", 0.3)
     dead = job.knock(2)
     lives = job.come(3)
-    assert job.servers._let_in(0) == 2
-    assert "came and did not listen within 0.3 s" in job.link.gone[2]
+    assert job.servers._let_in(0) == 2 and "came and did not listen within 0.3 s" in job.link.gone[2]
     with pytest.raises(CADPeerError, match="the trainers go on without it: server 2 on .* did not listen"):
         meetings.look_for_end(open_board(dead, True))
     monkeypatch.setattr(room, "CONNECT_S", 20.0)
     assert job.servers._let_in(1) == 3
-    assert list(lives.result(20)) == [0] and list(job.link.gone) == [2]
-
-
-def test_a_server_that_waits_for_connections_hears_of_a_trainer_that_failed() -> None:
-    store = dist.HashStore()
-    look_for_errors(server := Liveness(store, 2, 3))
-    Liveness(store, 1, 3).report("server 2 has no route")
-    with pytest.raises(CADPeerError, match="server 2 waited for trainers to connect: rank 1 stopped: server 2 has no"):
-        look_for_errors(server)
+    server = lives.result(20)
+    assert list(server._links._connections) == [0] and list(job.link.gone) == [2] and server.opened is None
+    assert (server.liveness.watched, server.liveness.losses) == (range(1), server.trainers)
 
 
 def test_one_that_cannot_listen_says_why(job: Job) -> None:
@@ -247,9 +240,7 @@ def test_one_that_cannot_listen_says_why(job: Job) -> None:
     assert job.link.gone[2].startswith("server 2 on") and "cannot listen: no network leads" in job.link.gone[2]
 
 
-def test_one_without_a_transport_ends_alone_and_one_that_died_on_its_way_is_named(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_one_without_a_transport_ends_alone_and_one_that_died_is_named(job: Job, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(room, "open_again", mock.Mock(side_effect=CADUnsupportedError("c10d: another rank could not")))
     monkeypatch.setattr(job.link, "change", mock.Mock())
     job.servers.begin(None, mock.Mock())
@@ -271,9 +262,10 @@ def test_a_door_that_is_not_found_is_told_to_all(place: str, monkeypatch: pytest
     server = Rendezvous(Split(1, 1, 1, place), 20.0)
     server.knock(others[1])
     server.open_door("no network leads there")
+    look_for_errors(open_board(server, False))
     with pytest.raises(CADPeerError, match="cannot listen: no network leads there"):
-        room.join_servers(Split(1, 1, 0, place), JOINED, torch.device("cpu"))
-    with pytest.raises(CADPeerError, match="rank 0 stopped: .* no network leads there"):
+        room.join_servers(Split(1, 1, 0, place), JOINED, CPU)
+    with pytest.raises(CADPeerError, match="server 1 waited for trainers to connect: rank 0 stopped: .* no network"):
         look_for_errors(open_board(server, False))
 
 
@@ -289,7 +281,7 @@ def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch
     monkeypatch.setattr(dist, "new_group", lambda **words: made.update(words) or "trainers")
     monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
     meeting = Rendezvous(Split(2, 1, 0, job.place), 20.0)
-    two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, torch.device("cpu"))
+    two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, CPU)
     assert made == {"timeout": timedelta(seconds=20), "backend": "gloo"}
     with pytest.raises(CADPeerError, match="rank 0 waited for what the other trainers say of servers: .*Connection"):
         two._all(True)
@@ -306,26 +298,27 @@ def test_a_server_that_one_trainer_lost_is_lost_for_all(job: Job, monkeypatch: p
     changed = mock.Mock()
     monkeypatch.setattr(job.link, "change", changed)
     meeting = Rendezvous(Split(2, 3, 0, job.place), 20.0)
-    two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, torch.device("cpu"))
+    two = SurvivingServers(meeting, CHANGES, job.link.liveness, job.link, CPU)
     two._transport = mock.Mock(exchanges=7)
     job.link.gone[2] = "it ended"
     two._agree(0)
     assert two.members == Members(1, 2, (4,), 8) and changed.call_args.args[:2] == ((4,), 1)
 
 
-def test_what_was_sent_before_a_server_was_lost_counts_and_its_memory_is_freed_when_all_have_theirs(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_sent_counts_and_memory_is_freed_when_all_have_theirs(job: Job, monkeypatch: Any, caplog: Any) -> None:
     """While a transport is opened anew another server is lost."""
+    board = job.servers.liveness
     first, second = (mock.Mock(bytes_sent=sent, exchanges=3) for sent in (5, 0))
-    opened = mock.Mock(transport=second)
+    opened, idle = mock.Mock(transport=second), list[int | None]()
+    board.idle_after = lambda: 5
     monkeypatch.setattr(room, "open_again", mock.Mock(side_effect=[ServerLostError("server 7 ended"), opened]))
-    monkeypatch.setattr(job.link, "change", mock.Mock())
+    monkeypatch.setattr(job.link, "change", lambda *given: idle.append(board.idle_after()))
     job.servers.begin(first, install := mock.Mock())
     with caplog.at_level("INFO", "deepspeed_cad"):
         job.servers._change()
     assert job.servers.bytes_sent == 5 and "server 7 ended" in caplog.text
     assert install.call_args == mock.call(opened) and job.servers.generation == 2
+    assert idle == [None, None] and board.idle_after() == 5, "this rank starts no exchange meanwhile"
     freed = first.abandon.return_value
     assert not freed.called and job.servers.all_have(True) and freed.called and not second.abandon.called
 
@@ -335,6 +328,33 @@ def test_nobody_is_told_of_newcomers_where_the_store_is_gone(job: Job, monkeypat
     assert job.servers.report(0).tolist() == [1]
     monkeypatch.setattr(job.servers._meeting, "who_came", mock.Mock(side_effect=CADPeerError("the store is gone")))
     assert job.servers.report(0).tolist() == [0]
+
+
+def test_why_no_exchange_can_end(job: Job, monkeypatch: Any) -> None:
+    """A server of this group is lost, or another trainer has called."""
+    monkeypatch.setattr(room, "time", mock.Mock(**{"monotonic.side_effect": [100.0, 100.1, 101.0]}))
+    assert job.servers.why() == ""
+    job.servers._meeting.root.set("called/0", "1")
+    assert [job.servers.why(), job.servers.why()] == ["", "another trainer has lost a server"]
+    job.link.gone |= {1: "it died", 7: "long ago"}
+    assert job.servers.wait() == "server 1 ended: it died"
+    monkeypatch.setattr(room, "wait_until", waits := mock.Mock(side_effect=CADPeerError))
+    assert job.servers.wait() == ""
+    job.servers.members = Members(1, 1, ())
+    assert job.servers.wait() == "" and [call.args[1] for call in waits.call_args_list] == [room.BLAME_S, 0]
+
+
+def test_ranks_that_do_not_come_to_a_group_are_named(place: str, monkeypatch: Any) -> None:
+    meeting, other = (Rendezvous(Split(2, 1, rank, place), 20.0) for rank in (1, 0))
+    other.root.set("here/4/0", "1")
+    monkeypatch.setattr(meetings, "run_aside", mock.Mock())
+    board = open_board(meeting, True)
+    assert (board.rank, board.ranks, board.may_change, board.store._limit_s) == (1, 3, True, 10.0)
+    board.patiently = asked = mock.Mock(side_effect=[False, True, False])  # type: ignore[method-assign]
+    for words in (r"ranks \[3\] of ", ""):
+        with pytest.raises(CADPeerError, match=f"rank 1 waited 20 s for {words}ranks to open a group of"):
+            meetings.open_group(meeting, Members(4, 2, (3,)), board, CPU)
+    assert all(call.kwargs["with_servers"] and call.kwargs["timeout_s"] == 20.0 for call in asked.call_args_list)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -347,11 +367,44 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
         waits.result(20)
 
 
-def test_a_server_that_nobody_needs_any_more_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = mock.Mock(**{"open.side_effect": meetings.Abandoned("the training ended")})
+def test_how_a_server_ends_that_does_not_serve(monkeypatch: Any, capsys: Any) -> None:
+    """Well where nobody needs it; trainers that have connected hear of all else."""
+    server = mock.Mock(**{"open.side_effect": [meetings.Abandoned("all ended"), RuntimeError("no route")]})
     monkeypatch.setattr(process, "_Server", lambda *given: server)
     monkeypatch.setattr(process, "_take_signals", lambda one: None)
-    assert process.serve(Split(1, 1, 1, "here:1"), CHANGES, torch.device("cpu")) == 0
+    assert [process.serve(SERVER, CHANGES, CPU) for _ in range(2)] == [0, 1]
+    said = ["deepspeed_cad: server 2 ends: all ended", "deepspeed_cad: server 2 ended: no route"]
+    assert capsys.readouterr().err.splitlines() == said
+    server.trainers.fail.assert_called_once_with("no route")
+
+
+def test_a_signal_ends_a_server_at_once_where_trainers_do_without(monkeypatch: Any, capsys: Any) -> None:
+    """Else the second one does, unless it comes with the first."""
+    handlers, serves = dict[int, Any](), "serves until its trainers end, or a signal comes again"
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    for config, ended, moments, codes, says in (
+        (CONFIG, False, [9.0, 13.9], [], serves), (CONFIG, False, [9.0, 14.0], [130], serves),
+        (CONFIG, True, [9.0], [143], "ended"), (CHANGES, False, [9.0], [143], "ended"),
+        (CONFIG, None, [9.0], [143], "ended"),  # it has met nobody yet
+    ):  # fmt: skip
+        links = mock.Mock(**{"ended.is_set.return_value": ended, "wait_for_reason.return_value": ""})
+        monkeypatch.setattr(process, "time", mock.Mock(**{"monotonic.side_effect": moments}))
+        monkeypatch.setattr(process, "os", left := mock.Mock())
+        process._take_signals(mock.Mock(split=SERVER, config=config, trainers=None if ended is None else links))
+        for number, _ in zip((signal.SIGTERM, signal.SIGINT), moments):
+            handlers[number](number, None)
+        first, *others = capsys.readouterr().err.splitlines()
+        assert first == f"deepspeed_cad: server 2 {says}: SIGTERM from the launcher or the user"
+        assert left._exit.call_args_list == [mock.call(code) for code in codes] and len(others) == (130 in codes)
+
+
+def test_a_server_that_is_stuck_ends_behind_its_trainers(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(process, "os", left := mock.Mock())
+    for reason, closed, codes in ("", True, []), ("", False, [0]), ("trainer 1 died", False, [0, 1]):
+        server = mock.Mock(split=SERVER, **{"_links.reason": reason, "_closed.wait.return_value": closed})
+        _Server._end_with_trainers(server)
+        assert server._links.ended.wait.called and left._exit.call_args_list == [mock.call(code) for code in codes]
+    assert capsys.readouterr().err == "deepspeed_cad: server 2 ended: trainer 1 died\n"
 
 
 @pytest.mark.parametrize("policy, device, transport, refused", [
@@ -380,7 +433,7 @@ def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
 def test_a_server_that_dies_while_data_move_is_lost() -> None:
     board, group = Liveness(dist.HashStore(), 0, 2), mock.Mock()
     board.losses = SimpleNamespace(why=lambda: "", wait=lambda: "server 1 ended")
-    transport = ComparedFirst(group, torch.device("cpu"), Alarm(0, board, 20.0))
+    transport = ComparedFirst(group, CPU, Alarm(0, board, 20.0))
     work = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed by peer")})
     with pytest.raises(ServerLostError, match="server 1 ended"):
         transport._receive(GroupTransfer(Identity(1, 0), [], [], [work]))  # type: ignore[list-item]
@@ -396,8 +449,16 @@ def test_speeds_follow_servers_that_change(numbers: tuple[int, ...], expected: l
     assert speeds_of(meetings.Members(1, 2, numbers), np.array([1.0, 2.0, 0.5, 0.25])).tolist() == expected
 
 
+def test_a_server_holds_no_more_than_there_is_room_for() -> None:
+    loop, served = Loop(CPU, mock.Mock(), mock.Mock(), budget=3 << 20), [torch.zeros(3 << 18)]
+    loop._hold(served)  # type: ignore[arg-type]
+    with pytest.raises(CADError, match="server -1 holds 6 MiB for backwards to come and has 3 MiB for that"):
+        loop._hold(served)  # type: ignore[arg-type]
+    assert loop.held == loop.most_held == 6 << 20
+
+
 def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
-    server = _Server(Split(2, 1, 2, place), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
+    server = _Server(Split(2, 1, 2, place), CADConfig(servers={"reserved": 1}), CPU)
     server.worker, server._closed = mock.Mock(), threading.Event()
     server._close()  # before it opened anything
     opened = server.opened = mock.Mock()
@@ -408,12 +469,10 @@ def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-def test_a_server_takes_part_in_what_is_measured_at_the_start(
-    generation: int, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_takes_part_in_what_is_measured_at_the_start(generation: int, place: str, monkeypatch: Any) -> None:
     """Trainers wait for it there. Where servers change, nothing is measured again."""
     said: list[str] = []
-    server = _Server(Split(2, 1, 2, place), CONFIG, torch.device("cpu"))
+    server = _Server(Split(2, 1, 2, place), CONFIG, CPU)
     server.meeting = server.liveness = server.loop = mock.Mock()
     monkeypatch.setattr(process, "open_again", mock.Mock())
     monkeypatch.setattr(process, "with_links", lambda *given: said.append("links"))
