@@ -24,7 +24,9 @@ from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADConfigError, CADDataError, CADPeerError
-from deepspeed_cad.feedback.memory_limit import MemoryLimit
+from deepspeed_cad.exchange.links import Links
+from deepspeed_cad.exchange.probe import DETERMINISTIC
+from deepspeed_cad.feedback.memory_limit import ALL, MemoryLimit
 from deepspeed_cad.layout import Layout, segments_from_positions
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE
@@ -62,13 +64,63 @@ def session() -> Iterator[Session]:
         yield opened
 
 
+def _beside(session: Session, *names: str) -> mock.Mock:
+    rooms = mock.Mock(**{"servers.at_start": 1, "servers.bytes_sent": 5, "servers.busy.return_value": (1.0, 2.0)})
+    for name in names:
+        setattr(session, name, getattr(rooms, name))
+    return rooms
+
+
 def test_whoever_closes_on_the_way_of_an_exception_says_so(session: Session) -> None:
-    with pytest.raises(ValueError, match="no more data"):
+    rooms, reason = _beside(session, "liveness", "whereabouts", "tracer", "servers", "groups"), "ValueError: no data"
+    session.plans.crew = Crew(2, mock.Mock(**{"close.side_effect": [OSError("a link is gone"), None]}))
+    session.references = {0: rooms.reference}  # type: ignore[assignment]
+    with pytest.raises(OSError, match="a link is gone"):
         try:
-            raise ValueError("no more data")
+            raise ValueError("no data")
         finally:
             session.close()
-    assert session.ended == "ValueError: no more data"
+    assert session.ended == reason and session.worker._closed and rooms.reference.remove.called
+    for told in (rooms.liveness.report, rooms.whereabouts.leave, rooms.servers.leave):
+        told.assert_called_once_with(reason)
+    for ended in (rooms.liveness, rooms.servers, rooms.whereabouts, rooms.groups):
+        ended.close.assert_called_once_with()
+    session.farewell("")
+    assert session.ended == reason and rooms.tracer.finish.call_count == 2, "a timeline is written where all is well"
+    session.farewell("exit code 1")
+    assert rooms.tracer.finish.call_count == 2 and rooms.servers.leave.call_count == 1
+
+
+@pytest.mark.parametrize("links, start, rule", [
+    (Links(1e9, 2e9), Links(1e9, 2e9), Links(3e9, None, "of the profile H200")),
+    (Links(9e9, 1e9, "given"), Links(9e9, 1e9, "given"), Links(9e9, 1e9, "given")),
+    (Links(None, None, DETERMINISTIC), Links(3e9, None, f"of the profile H200; {DETERMINISTIC}"),
+     Links(3e9, None, "of the profile H200")),
+])  # fmt: skip
+def test_what_a_session_begins_with(session: Session, links: Links, start: Links, rule: Links) -> None:
+    rooms = _beside(session, "servers")
+    crew = rooms.servers.crew.return_value = Crew(1, mock.Mock(bytes_sent=7, landing_bytes=0), np.array([0, 1]))
+    session.links, session.cost = links, SimpleNamespace(inside=3e9, between=None, name="H200")  # type: ignore[assignment]
+    session.config = dataclasses.replace(session.config, memory=2.0)
+    learned = session.learned = session._learned(dataclasses.replace(crew, transport=mock.Mock()))
+    assert learned.links is not None and learned.memory is not None and learned.layer_times is not None
+    assert (learned.links.start, learned.links._rule, session.links) == (start, rule, start)
+    assert learned.links._names == [f"rank 0 on {session.groups.hosts[0]}"] and learned.layer_times._trainers == 1
+    assert (learned.memory.given, learned.memory.share, learned.memory._has_trained()) == (2 << 30, ALL, False)
+    session._change_servers(opened := mock.Mock())
+    assert (
+        session.groups.exchange is opened.group and session.plans.crew is crew and session.transport is crew.transport
+    )
+    rooms.servers.crew.assert_called_once_with(opened, None)
+    measured = crew.transport.transfers if links.source == "measured" else None
+    assert learned.links._transfers is measured
+    assert measured is None or measured._least[1] == 2 * measured._least[0] and measured._near.tolist() == [True, False]
+    learned.memory.most_needed = 9.5
+    found = session.statistics
+    assert (found.bytes_sent, found.landing_bytes, found.served_s, found.servers_s) == (12, 9, 1.0, 2.0)
+    rooms.servers.crew.return_value = Crew(1)
+    session._change_servers(None)
+    assert session.groups.exchange is None and session.transport is None
 
 
 def test_no_collective_follows_an_error_between_two(session: Session) -> None:
@@ -95,9 +147,9 @@ def test_a_plan_is_that_of_the_layer_and_the_configuration(session: Session, win
     ({}, [0, 0, 1, 1], 8, (1, 2, 4, 8)), ({}, [0, 0, 1, 1], 2, (1, 2)), ({}, [0, 0, 0, 0], 8, (1,)),
     ({"waves": 3}, [0, 0, 0, 0], 1, (3,)), ({"overlap": "none"}, [0, 0, 1, 1], 8, (1,)),
 ])  # fmt: skip
-def test_waves_that_links_carry(config: Any, hosts: Any, most: int, expected: Any, session: Any, monkeypatch) -> None:
+def test_waves_where_links_between_hosts_carry_them(config, hosts, most, expected, session, monkeypatch) -> None:
     asked: list[PlanInput] = []
-    monkeypatch.setattr(plan, "make_plan", lambda problem: asked.append(problem) or make_plan(problem))
+    monkeypatch.setattr("deepspeed_cad.ahead.plan.make_plan", lambda one: asked.append(one) or make_plan(one))
     plans, transport = session.plans, SimpleNamespace(most_waves=most, two_ways=True, close=lambda: None)
     crew = plans.crew = Crew(4, transport, np.array(hosts))  # type: ignore[arg-type]
     plans.config = dataclasses.replace(session.config, **config)
@@ -236,7 +288,7 @@ def test_a_step_of_another_size_is_refused_where_it_was_arranged(orders: bool, m
 
 
 @pytest.mark.parametrize("steps, right", [([0, 1, 1, 2], True), ([0, 1, 1, 0], True), ([1], False), ([0, 0], False)])
-def test_a_step_that_ends_elsewhere_than_arranged(steps: list[int], right: bool, monkeypatch: Any) -> None:
+def test_a_step_that_ends_elsewhere_than_arranged_is_an_error(steps: list[int], right: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(StepAhead, "submit", lambda self, batches, ended: (lambda: batches) if batches else None)
     feed, done = mock.Mock(replicas=2, fail=mock.Mock(side_effect=CADConfigError), **{"shares.pieces": 0}), [(0, 0)]
     with nullcontext() if right else pytest.raises(CADConfigError):
