@@ -336,8 +336,8 @@ def test_a_server_that_wakes_hears_that_it_was_given_up_and_blames_nobody(ends: 
     """Its sockets have closed meanwhile, which must not look like trainers that died."""
     link = ends.link(silent_s=SILENT_S)
     wait_for(lambda: link.gone)
+    link.lose(1, "only the first reason counts")
     link.change((), 1, None)
-    assert link.gone[1].startswith("it has said nothing"), "only the first reason counts"
     links = ends.links()
     assert links.wait_for_reason(10).startswith("the trainers go on without it: it has said nothing for 0.4 s")
     assert Liveness(ends.store, 1, 2).why_hopeless() == "" and Liveness(ends.store, 0, 2).why_hopeless() == ""
@@ -355,6 +355,7 @@ def test_all_hear_of_a_trainer_that_died_behind_one_that_ended_well(ends: Ends, 
     links = TrainerLinks(2, {0: ends.server, 1: pair[1]}, Liveness(ends.store, 2, 3))
     pair[0].sendall(encode({"do": LEAVE, "reason": ""}))
     pair[0].settimeout(10)
+    pair[0].shutdown(socket.SHUT_WR)
     wait_for(lambda: links._left and not links.why())
     ends.trainer.close()
     reason = "the process of trainer 0 died, or ended by os._exit (trainers 1 had ended well before: look for a loop"
@@ -405,8 +406,7 @@ def test_who_has_just_come_is_told_nothing_before_the_change(ends: Ends) -> None
     link.change((3,), 1, {"do": REGROUP, "generation": 1, "servers": [3], "exchanges": 0})
     links = ends.links(3)
     first = links.orders.get(timeout=10)
-    assert isinstance(first, Frame) and first.head["do"] == REGROUP and links.called == 1
-    assert links.why() == "servers have changed"
+    assert isinstance(first, Frame) and first.head["do"] == REGROUP and links.why() == "servers have changed"
     link.tell({"do": OPEN}, generation=0)
     link.change((), 2, {"do": REGROUP})
     assert link.gone == {3: "a trainer lost it"} and links.orders.get(timeout=10) is None
@@ -449,8 +449,8 @@ def test_a_server_that_fails_says_what_ended_its_trainers_or_itself(ends: Ends, 
         "server 1 has no memory left on cpu (3 MiB held for backwards): 2 GiB. Reserve more servers, or use smaller"
     )
     assert _Server._explain(server, torch.OutOfMemoryError("2 GiB")) == f"{reason} micro-batches"
-    wait_for(lambda: link.gone)
-    assert reason in link.gone[1] and links.liveness.look_up("error/1") == link.gone[1]
+    wait_for(lambda: link.gone), link.lose(2, "only the first one counts")
+    assert [*link.gone] == [1] and reason in link.gone[1] and links.liveness.look_up("error/1") == link.gone[1]
     assert capfd.readouterr().err == f"deepspeed_cad: rank 0: server 1 ended: {link.gone[1]}\n"
     assert _Server._explain(server, ValueError("of it")) == "ValueError: of it"
     link.leave("ValueError: no data")
