@@ -32,7 +32,7 @@ class Accelerator:
 """
 FILES = {
     "deepspeed/__init__.py": DEEPSPEED,
-    "deepspeed/env_report.py": "def main(hide_operator_status=False):\n    print('the report')\n    return 7\n",
+    "deepspeed/env_report.py": "def main(): pass\n",
     "accelerate/__init__.py": "from accelerate.accelerator import Accelerator\nimport accelerate.utils.deepspeed\n",
     "accelerate/accelerator.py": ACCELERATOR,
     "accelerate/utils/deepspeed.py": "class HfDeepSpeedConfig:\n def __init__(self, config):\n  self.config = config\n",
@@ -216,13 +216,3 @@ def test_install_is_idempotent_and_works_before_and_after(python, order: str, au
         "print(was, hasattr(f, '__wrapped__'), hasattr(f.__wrapped__, '__wrapped__'))"
     )
     assert python(FIND + code, DEEPSPEED_CAD_AUTOLOAD=autoload) == f"{autoload == '1'} True False"
-
-
-def test_ds_report_ends_with_our_line(python) -> None:
-    code = ARM + (
-        "import types, sys; doctor = types.ModuleType('d')\n"
-        "doctor.examine, doctor.summarise = dict, lambda report: 'our line'\n"
-        "sys.modules['deepspeed_cad.cli.doctor'] = doctor\n"
-        "import deepspeed.env_report as report; print(report.main(hide_operator_status=True))"
-    )
-    assert python(code).split("\n") == ["the report", "our line", "7"]

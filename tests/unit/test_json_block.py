@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,6 +66,17 @@ def test_auto_that_cad_knows_does_not_reach_accelerate(watched) -> None:
     plugin.deepspeed_config_process(must_match=False)
     assert plugin.deepspeed_config["cad"] == {"tolerance": 0.1}
     assert given["cad"] == {"overlap": "auto", "tolerance": 0.1}
+
+
+def test_ds_report_ends_with_our_line(monkeypatch: Any, capsys: Any, caplog: Any) -> None:
+    report: Any = ModuleType("deepspeed.env_report")
+    report.main = lambda hide_operator_status: print("the report") or hide_operator_status
+    monkeypatch.setattr("deepspeed_cad.cli.doctor.examine", lambda: "found")
+    monkeypatch.setattr("deepspeed_cad.cli.doctor.summarise", lambda found: f"we {found} it")
+    for module in (report, report, ModuleType("deepspeed")):
+        deepspeed_hook.after_import(module)
+    assert report.main(hide_operator_status=7) == 7 and capsys.readouterr().out == "the report\nwe found it\n"
+    assert [one[:44] for one in caplog.messages] == ["deepspeed has no 'initialize' to attach deep"]
 
 
 def engine_of(autotp: int = 1, pieces: int = 1, **sizes: int) -> Any:

@@ -354,8 +354,7 @@ def test_a_trainer_whose_connection_is_cut_ends_a_server_with_its_name(ends: End
 def test_all_hear_of_a_trainer_that_died_behind_one_that_ended_well(ends: Ends, pair: Pair) -> None:
     links = TrainerLinks(2, {0: ends.server, 1: pair[1]}, Liveness(ends.store, 2, 3))
     pair[0].sendall(encode({"do": LEAVE, "reason": ""}))
-    pair[0].settimeout(10)
-    pair[0].shutdown(socket.SHUT_WR)
+    pair[0].settimeout(10), pair[0].shutdown(socket.SHUT_WR)
     wait_for(lambda: links._left and not links.why())
     ends.trainer.close()
     reason = "the process of trainer 0 died, or ended by os._exit (trainers 1 had ended well before: look for a loop"
