@@ -362,8 +362,8 @@ def test_all_hear_of_a_trainer_that_died_behind_one_that_ended_well(ends: Ends, 
     told, inbox = list[dict](), Inbox(pair[0])
     while {"do": FAILED, "reason": links.reason} not in told:
         told += [frame.head for frame in inbox.read()]
-    said = links.liveness.store.read(["error/0", "error/2"])
-    assert said == {"error/0": "its process died", "error/2": f"lost its trainers: {links.reason}"}
+    said = ["its process died", f"lost its trainers: {links.reason}"]
+    assert [*map(links.liveness.look_up, ("error/0", "error/2"))] == said
 
 
 def test_of_trainers_that_stopped_the_one_that_did_so_by_itself_is_named(ends: Ends, pair: Pair) -> None:
@@ -444,14 +444,15 @@ def test_a_server_that_fails_says_what_ended_its_trainers_or_itself(ends: Ends, 
     monkeypatch.setattr(process, "FAREWELL_S", 0.0)
     link, links = ends.link(goes_on=False), ends.links()
     server = mock.Mock(_links=links, liveness=links.liveness, device="cpu", **{"split.rank": 1, "loop.held": 3 << 20})
-    reason = (
-        "server 1 has no memory left on cpu (3 MiB held for backwards): 2 GiB. Reserve more servers, or use smaller"
-    )
-    assert _Server._explain(server, torch.OutOfMemoryError("2 GiB")) == f"{reason} micro-batches"
+    reason = "server 1 has no memory left on cpu (3 MiB held for backwards): 2 GiB. Reserve more servers, or use"
+    assert _Server._explain(server, torch.OutOfMemoryError("2 GiB")) == f"{reason} smaller micro-batches"
     wait_for(lambda: link.gone), link.lose(2, "only the first one counts")
     assert [*link.gone] == [1] and reason in link.gone[1] and links.liveness.look_up("error/1") == link.gone[1]
     assert capfd.readouterr().err == f"deepspeed_cad: rank 0: server 1 ended: {link.gone[1]}\n"
+    server = mock.Mock(_links=(links := mock.Mock(reason="trainer 1 died")))
+    assert _Server._explain(server, ValueError("of it")) == "trainer 1 died" and not server.liveness.report.called
+    links.reason = ""
     assert _Server._explain(server, ValueError("of it")) == "ValueError: of it"
-    link.leave("ValueError: no data")
-    for error in (CADPeerError("rank 0 stopped"), ValueError("of it")):
-        assert _Server._explain(server, error) == "trainer 0 ended: ValueError: no data"
+    assert server.liveness.report.call_args == links.fail.call_args == mock.call("ValueError: of it")
+    links.wait_for_reason.return_value = "trainer 0 stopped"
+    assert _Server._explain(server, CADPeerError("lost")) == "trainer 0 stopped" and links.fail.call_count == 1

@@ -115,9 +115,8 @@ def _offer(place: str, **changes: Any) -> None:
 def test_a_server_of_another_launch_takes_the_next_place(place: str, config: CADConfig, ranks: list[int]) -> None:
     role = Split(2, 1, 0, place, 5)
     meetings.offer_places(Rendezvous(role, 20.0), Hello.of(role, config))
-    found = [take_place(place, 20.0) for _ in ranks]
-    assert found == [(Split(2, 1, rank, place, 5), config) for rank in ranks]
-    assert [one.came_later for one, _ in found] == [rank > 2 for rank in ranks]
+    found = [(*one, one[0].came_later) for one in (take_place(place, 20.0) for _ in ranks)]
+    assert found == [(Split(2, 1, rank, place, 5), config, rank > 2) for rank in ranks]
 
 
 @pytest.mark.parametrize("changes, words", [
