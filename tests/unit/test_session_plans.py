@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_cad.ahead import gather, plan
+from deepspeed_cad.ahead import gather
 from deepspeed_cad.ahead.announced import Announcement, StepMessage
 from deepspeed_cad.ahead.crew import Crew, Servers
 from deepspeed_cad.ahead.feed import EpochOverError, Feed
