@@ -1,5 +1,6 @@
 """Life and death of reserved servers as processes: how trainers end, how servers die and come, and bad input."""
 
+import re
 import signal
 
 import pytest
@@ -33,6 +34,25 @@ def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
         assert codes[name] != 0 and "server 2 ended: its process died" in job.said(name)
 
 
+OUT_OF_MEMORY = """
+import torch
+from deepspeed_cad.server import loop
+made, calls = loop.serve_arrived_backward, iter(range(1000))
+def fails(*given):
+    if next(calls) >= 3:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return made(*given)
+loop.serve_arrived_backward = fails
+"""
+
+
+def test_a_server_without_memory_ends_all_with_the_same_words(job: Job) -> None:
+    job.launch_all(3, "wait", "9", first=OUT_OF_MEMORY)
+    assert 0 not in job.ends("rank2").values()
+    for name in job.processes:
+        assert "Tried to allocate 2.00 GiB. Reserve more servers" in job.said(name), job.said(name)
+
+
 def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     job.serve("first")
     job.launch_all(2, "until", "9", block=GOES_ON)
@@ -47,3 +67,32 @@ def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     assert codes.pop("first") == 128 + signal.SIGTERM and set(codes.values()) == {0}
     assert "ended: SIGTERM from the launcher or the user" in job.said("first")
     assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
+
+
+def test_a_newcomer_that_cannot_exchange_ends_alone(job: Job) -> None:
+    job.serve("first")
+    job.launch_all(2, "until", "9", block=GOES_ON)
+    job.wait_for("rank0", "step 2")
+    fails = "import sys; from deepspeed_cad.exchange import probe; probe.c10d_transport = lambda *given: 1 / 0"
+    serve = f"from deepspeed_cad.cli import main; sys.exit(main(['serve', '--rendezvous', '127.0.0.1:{job.port}']))"
+    job.start("second", ["-c", f"{fails}; {serve}"])
+    job.wait_for("rank0", "server 3 ended: ")  # by its own word, or because trainers could not reach it
+    job.wait_for("rank0", "Training goes on with server 2")
+    (job.folder / "stop").touch()
+    codes = job.ends("rank0")
+    assert codes.pop("second") == 1 and set(codes.values()) == {0}
+    assert "ZeroDivisionError" in job.said("second")
+
+
+def test_a_server_goes_on_while_trainers_save_what_they_have(job: Job) -> None:
+    """As where a launcher signals all processes: twice at once counts as once."""
+    job.launch_all(3, "until", "9")
+    job.wait_for("rank0", "step 2")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        job.processes["rank2"].send_signal(number)
+        job.wait_for("rank2", "server 2 serves until its trainers end, or a signal comes again: SIGTERM")
+    done = len(re.findall("step", job.said("rank0")))
+    job.wait_for("rank0", f"step {done + 3}")
+    (job.folder / "stop").touch()
+    assert set(job.ends("rank0").values()) == {0}
+    assert job.said("rank2").count("a signal comes again") == 1
