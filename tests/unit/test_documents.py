@@ -1,19 +1,23 @@
 """The one reader of documents: every way to say where they are, alone and beside the others, against what is meant."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from deepspeed_cad.integrations.positions import compare_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening
 
 from deepspeed_cad.ahead import documents
 from deepspeed_cad.ahead.announced import StepMessage
-from deepspeed_cad.ahead.documents import read_documents
+from deepspeed_cad.ahead.documents import Announcement, read_documents
 from deepspeed_cad.errors import CADDataError, CADUnsupportedError
+from deepspeed_cad.layout import segments_from_positions
 from deepspeed_cad.pipeline.data import read_micro_batch
 
 WIDTH = 8
@@ -241,3 +245,37 @@ def test_large_masks_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert read(attention_mask=BLOCKS) == [[0, 7, 0], [0, 3, 7], [0, 6, 10]]
     with pytest.raises(CADUnsupportedError, match=r"\[0, 0, 12, 1\]"):
         read(attention_mask=_shown(12, 1))
+
+
+class OnGPU(torch.Tensor):
+    """It says so."""
+
+    device: Any = SimpleNamespace(type="cuda")
+
+
+ROWS = torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])
+
+
+@pytest.mark.parametrize("on_gpu, changed, differs", [
+    (ROWS, {}, False), (ROWS.flip(0), {}, True), (torch.stack([ROWS, *[ROWS + 1] * 3]), {}, False),
+    (ROWS.expand(3, -1, -1), {}, None), (ROWS.reshape(1, 8), {}, None), (ROWS, {"cu_seqlens": ROWS}, None),
+    (ROWS, {"attention_mask": ROWS}, None), (ROWS, {"position_ids": ROWS}, None), (ROWS, {"position_ids": None}, None),
+    (ROWS.repeat(2, 1), {"input_ids": ROWS.repeat(2, 1)}, None),
+])  # fmt: skip
+def test_positions_on_a_gpu_are_compared_later(
+    on_gpu: torch.Tensor, changed: dict[str, Any], differs: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was announced, where they can be the same, and nothing waits for the GPU; None: they are read now."""
+    event, empty, copy = MagicMock(), torch.empty, torch.Tensor.copy_
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: empty(shape, dtype=dtype) if pin_memory else 0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    for name, stand_in in {
+        "pin_memory": lambda self: self,
+        "to": lambda self, device, non_blocking: self if non_blocking else None,
+        "copy_": lambda self, other, non_blocking: copy(self, other, True) if non_blocking else None,
+    }.items():
+        monkeypatch.setattr(torch.Tensor, name, stand_in)
+    given = {"input_ids": ROWS, "position_ids": on_gpu.as_subclass(OnGPU), **changed}
+    found = compare_later(given, Announcement(segments_from_positions(ROWS.numpy())))
+    assert (None if found is None else bool(found.differs)) is differs
+    assert event.record.called == (found is not None) and (found is None or found.event is event)
