@@ -1,6 +1,8 @@
 """A micro-batch on its way through a model: its plans, its calls, its two nano-batches, and what layers pass to it."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +12,7 @@ import torch
 from attention_ranks import CPU, GROUPS, HEADS, SHAPES
 from cases import document_attention
 from deepspeed_cad.integrations import pipeline
-from deepspeed_cad.integrations.functions import attend_layer
+from deepspeed_cad.integrations.functions import as_alone, attend_layer
 
 from deepspeed_cad.attention import microbatch
 from deepspeed_cad.attention.layer import LayerInput, LayerKind
@@ -282,3 +284,32 @@ def test_what_cannot_be_reproduced_is_refused(dropout: float, others: dict, rows
     q, k, v = heads()
     with pytest.raises(kind, match=text):
         read(torch.nn.Module(), q, *(x.repeat(1, 1, rows, 1) for x in (k, v)), None, None, dropout, None, None, others)
+
+
+NONE = [("use_rope", True), ("use_rope", None), ("attn_temperature_tuning", False), ("attn_temperature_tuning", None)]
+
+
+@pytest.mark.parametrize("at, changes", [
+    ([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, -1, -1]], {}),
+    ([[0, 1, 0, 1, 0, 1]], {"floor_scale": 6}),
+    ([[4, 5, 6, 7, 8, 9]], {"floor_scale": 10}),
+    ([[4, 5, 6, 7, 8, 9]], {"floor_scale": 11}),
+    *(([[0, 1, 2, 0, 1, 2]], {name: value}) for name, value in NONE),
+    ([[0, 1, 2, 0, 1, 2], [0, 1]], {}),
+])  # fmt: skip
+def test_temperatures_are_those_of_documents(at: list[list[int]], changes: dict[str, Any]) -> None:
+    """Of Llama 4, which takes them by places in rows; those of padding stay, and all of what it did not scale."""
+    given = {"attn_temperature_tuning": True, "use_rope": False, "floor_scale": 2, "attn_scale": 0.5} | changes
+    module = SimpleNamespace(**{name: one for name, one in given.items() if one is not None})
+    rows = SimpleNamespace(positions=lambda: np.concatenate([np.array(row) for row in at]))
+    descriptor: Any = SimpleNamespace(nano_batch=1, micro_batch=SimpleNamespace(local={1: rows}.__getitem__))
+    query = torch.rand(len(at), 2, 6, 3, dtype=torch.float64)
+    found = as_alone(module, query, descriptor)
+    if changes and changes.get("floor_scale") not in (6, 10) or len(at[-1]) < 6:
+        assert found is query
+        return
+    for row, own in enumerate(at):
+        for place, position in enumerate(own):
+            of, in_row = (1 + 0.5 * math.log1p((p + 1) // module.floor_scale) for p in (position, place))
+            expected = query[row, :, place] * (of / in_row if position >= 0 else 1.0)
+            torch.testing.assert_close(found[row, :, place], expected, atol=0.0, rtol=1e-6)
