@@ -3,12 +3,20 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations.shares import PieceMask, attend_locally, find_replica, refuse_heads
+from deepspeed_cad.integrations import functions
+from deepspeed_cad.integrations.shares import (
+    PieceMask,
+    attend_locally,
+    find_replica,
+    refuse_heads,
+    refuse_parts_of_heads,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,6 +43,10 @@ def test_heads_that_come_as_dtensors_leave_as_dtensors() -> None:
         found: Any = attend_locally(attend, q, q, q, None)
         assert found.placements == (placed,) and found.shape == (1, 5, heads, 4)
         assert torch.equal(found.to_local(), 3 * rows.transpose(1, 2))
+    with mock.patch.object(functions, "attend_locally") as locally:
+        functions.cad_attention("layer", q, "k", "v", "mask", 0.5, s_aux="sinks", more=1)  # type: ignore[arg-type]
+    given = {"scaling": 0.5, "dropout": 0.0, "softcap": None, "more": 1, "module": "layer", "attention_mask": "mask"}
+    locally.assert_called_once_with(functions.cad_attention, q, "k", "v", "sinks", **given)
     tokens = DTensor.from_local(rows, devices, [Shard(2)], run_check=False)
     with pytest.raises(CADUnsupportedError, match="as a DTensor with placements"):
         attend_locally(attend, tokens, tokens, tokens, None)
@@ -51,6 +63,26 @@ def test_of_nameless_meshes_only_fsdps_over_all_ranks_is_known(shape: tuple[int,
     refuses = pytest.raises(CADConfigError, match="a mesh without names of shape .*mesh=mesh")
     with nullcontext() if known else refuses:
         assert find_replica(model) is None
+    model._device_mesh = SimpleNamespace(mesh=torch.tensor([[3, 2], [1, 0]]), mesh_dim_names=None)
+    assert find_replica(model) == Replica((3, 2, 1, 0))
+
+
+@pytest.mark.parametrize("axes, placement, size, refused", [
+    ("dp tp", Shard(0), 8, True), ("dp tp", Shard(0), 6, False), ("dp tp", Shard(1), 8, False),
+    ("tp dp", Shard(0), 8, False), ("dp tp", Shard(0), None, False),
+])  # fmt: skip
+def test_projections_are_divided_between_heads(axes: str, placement: Any, size: int | None, refused: bool) -> None:
+    """By the second of two axes; k_proj has 24 or 12 rows in all."""
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(axes.split()))
+    weight = DTensor.from_local(torch.ones(12, 2), grid, [Replicate(), placement], run_check=False)
+    layer: Any = torch.nn.Module()
+    layer.q_proj, layer.k_proj, layer.head_dim = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), size
+    layer.k_proj.weight = torch.nn.Parameter(weight)
+    assert find_replica(layer) == Replica((2, 3) if axes == "dp tp" else (0, 2))
+    refuses = pytest.raises(CADUnsupportedError, match="2 ranks divide k_proj of .*, which has 3 heads")
+    with refuses if refused else nullcontext():
+        refuse_parts_of_heads(layer, 2)
 
 
 def mesh(shape: tuple[int, ...], *names: str) -> Any:
