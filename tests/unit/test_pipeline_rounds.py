@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -12,11 +13,15 @@ from unittest.mock import MagicMock, call
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.pipeline import refuse_dropout
-from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut, to_pipeline
-from model_cases import SMALL, meta_model
+import torch.distributed as dist
+from deepspeed.comm import comm
+from deepspeed_cad.integrations.pipeline import from_checkpoint, refuse_dropout
+from deepspeed_cad.integrations.pipeline_model import layer_work, refuse_uncut, to_hf, to_pipeline
+from engines import import_deepspeed
+from model_cases import SMALL, meta_model, tiny_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
@@ -227,6 +232,38 @@ def test_models_that_do_more_are_refused(kind: str, changes: dict[str, Any], wor
             refuse(model)
 
 
+@pytest.mark.parametrize("kind, changes", [("qwen3", {"tie_word_embeddings": True}), ("gpt_oss", {})])
+def test_there_and_back(kind: str, changes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages, one after the other: what they read of a checkpoint, what they compute, and what they write."""
+    model, tied = tiny_model(kind, torch.float32, num_hidden_layers=4, **changes), bool(changes)
+    model.generation_config.update(do_sample=True, top_k=7)
+    model.save_pretrained(tmp_path / "before")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    ids = torch.arange(5)[None] + 3
+    given: Any = ids, torch.tensor([[0, 1, 0, 1, 2]])
+    expected, stages = model(ids, position_ids=given[1], use_cache=False).logits, {}
+    for stage, back in ((0, False), (1, False), (1, True), (0, True)):
+        monkeypatch.setattr(comm, "cdb", None)
+        dist.init_process_group("fake", store=FakeStore(), rank=stage, world_size=2)
+        import_deepspeed().init_distributed()
+        if back:
+            grid = SimpleNamespace(get_data_parallel_id=lambda: 0)
+            to_hf(SimpleNamespace(module=stages[stage], grid=grid, stage_id=stage, num_stages=2), tmp_path / "after")
+        else:
+            stages[stage] = to_pipeline(str(tmp_path / "before"), stages=2)
+            given = stages[stage](given)
+        dist.destroy_process_group()
+    torch.testing.assert_close(given, expected)
+    named = [set(stages[stage].named_weights()) for stage in stages]
+    assert not named[0] & named[1] and {int(name.split(".")[2]) for name in named[0] if ".layers." in name} == {0, 1}
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
+    torch.testing.assert_close(after.state_dict(), model.state_dict(), atol=0.0, rtol=0.0)
+    assert after.generation_config.top_k == 7 and not list((tmp_path / "after").glob(".*"))
+    part = from_checkpoint(str(tmp_path / "before"), type(model), {})({1}, tied, False)
+    read = {name for name, _ in part.named_parameters()}
+    assert read == {n for n, _ in model.named_parameters() if ".1." in n or ".norm." in n or tied and "embed" in n}
+
+
 def test_what_was_read_ahead_outlives_evaluations() -> None:
     reader, loader = Reader(), iter([(torch.arange(4)[None], None)] * 3)
     ahead = reader.peek(loader, 2, False)
@@ -347,6 +384,8 @@ IDS = torch.arange(4)[None]
     (refuse_before_deepspeed_starts, [2], "stage 2 with a PipelineModule"),
     (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
+    *((partial(to_pipeline, stages=n), [meta_model("llama")], f"^{n} .* 2 decoder.* 1 to 2 stages") for n in (0, 3)),
+    (to_hf, [SimpleNamespace(module=1), "nowhere"], "takes an engine with a module of to_pipeline; this is int"),
     (refuse_dropout, [AutoConfig.for_model("llama", attention_dropout=0.1)], "attention_dropout is 0.1"),
     (read_micro_batch, [((IDS, IDS), torch.full_like(IDS, -100)), True], "all labels of a micro-batch are -100"),
     (read_micro_batch, [((IDS, IDS), ("a", None)), True], "a micro-batch has no labels"),
