@@ -3,14 +3,17 @@
 import copy
 import logging
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed_cad.integrations.models import describe, refuse_model, refuse_spanning
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed_cad.integrations.models import describe, is_reentrant, refuse_model, refuse_spanning
 from model_cases import NEW, family, known_kind, meta_model, tiny_config, tiny_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 import deepspeed_cad
@@ -69,6 +72,19 @@ class CrossAttention(Attention):
     """It has the name."""
 
 
+class Indexer(nn.Module):
+    """It has the name, too."""
+
+
+BIASES = ("alibi", "use_alibi", "relative_attention_num_buckets")
+
+
+def _unscaled(model: Any) -> Any:
+    for layer in model.model.layers:
+        del layer.self_attn.scaling
+    return model
+
+
 def _change(part: Any, **changes: Any) -> None:
     for name, value in changes.items():
         setattr(part, name, value)
@@ -84,6 +100,16 @@ def _change(part: Any, **changes: Any) -> None:
     ),
     (lambda model: _change(model.model, layerdrop=0.1), r"model\.layerdrop is 0\.1: each rank.*layerdrop=0\.0"),
     (lambda model: _change(model.model.layers[1], self_attn=CrossAttention()), r"layers\.1.* is cross-attention"),
+    (lambda model: _change(model.config, is_causal=False), "is_causal is False: tokens would see later"),
+    (lambda model: _change(model.model.layers[1].self_attn, is_causal=False), r"layers\.1\.self_attn\.is_causal is F"),
+    (lambda model: _change(model.model, A_log=nn.Parameter(torch.ones(2))), r"model\.A_log of shape \(2,\): a state"),
+    (lambda model: _change(model.model, conv=nn.Conv2d(1, 1, 1)), "model.conv is a Conv2d: it mixes"),
+    (lambda model: _change(model.model, rnn=nn.GRU(1, 1)), "model.rnn is a GRU: it mixes"),
+    (lambda model: _change(model.model, chooses=Indexer()), "model.chooses is a Indexer: sparse"),
+    *((lambda model, key=key: _change(model.config, **{key: True}), f"{key} is True: it adds") for key in BIASES),
+    (lambda model: _change(model.config, position_embedding_type="relative_key"), "_type is 'relative_key': it adds a"),
+    (lambda model: _change(_unscaled(model).config, scale_attn_weights=False), "scale_attn_weights is False: this ve"),
+    (lambda model: _change(_unscaled(model).config, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_.*: this ve"),
 ])  # fmt: skip
 def test_what_was_changed_is_refused(change: Any, said: str) -> None:
     """Also what only modules remember: the config was changed after loading."""
@@ -115,6 +141,16 @@ def test_reentrant_checkpointing_of_a_mixture_is_refused(kind: str, reentrant: b
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # after CAD was turned on, as the Trainer does
     with pytest.raises(CADUnsupportedError, match="use_reentrant") if refused else nullcontext():
         model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.parametrize("function, reentrant", [
+    (checkpoint, True), (non_reentrant_checkpoint, False),
+    (partial(checkpoint, use_reentrant=False), False), (partial(partial(checkpoint, use_reentrant=False), x=1), False),
+    (partial(partial(checkpoint, use_reentrant=False), use_reentrant=True), True),
+])  # fmt: skip
+def test_which_checkpointing_is_reentrant(function: Any, reentrant: bool) -> None:
+    """torch's is where nothing else is said, and of partials the last counts."""
+    assert is_reentrant(function) is reentrant
 
 
 @pytest.mark.skipif(not NEW, reason="transformers 4 runs this model outside of its interfaces")
@@ -151,6 +187,7 @@ def test_description_is_of_the_model_not_of_the_machine() -> None:
 def test_unknown_model_is_allowed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """A structure that passes, under a name that was never tried."""
     model = tiny_model("llama")
+    _change(model.config, **dict.fromkeys(BIASES, 0), position_embedding_type="absolute", scale_attn_weights=False)
     with caplog.at_level(logging.WARNING, logger="deepspeed_cad"):
         refuse_model(model)
         assert not caplog.records
