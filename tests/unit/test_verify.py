@@ -97,7 +97,8 @@ def _checkpointed(reentrant: bool) -> Any:
 ], ids=["reentrant", "non-reentrant", "sinks"])  # fmt: skip
 def test_checkpointing_and_sinks(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
     train(model=make())
-    assert len(lines(capfd)) == 2
+    kinds = [set(re.findall(r"(\w+) \S+ of", said)) for _, _, said in lines(capfd)]
+    assert kinds == [{"O", "output", "dQ", "dK", "dV"}] * 2
 
 
 def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,23 +121,26 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             dv[7, 1, 3] = float("nan")
         elif name.startswith("dQ of nothing"):
             dq += float(name.split()[-1])
+            dk += float(name.split()[-1])
 
     monkeypatch.setattr(forward_room, "run_local", forward)
     monkeypatch.setattr(backward_room, "run_local_backward", backward)
 
 
-@pytest.mark.parametrize("name, says", [
-    ("window", "O of LlamaAttention of layer 0 differs at position [3-7][0-9] of the document that starts at row"),
-    ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of the document that starts at row 44"),
-    ("dK of one head", "dK of LlamaAttention of layer 1 differs"),
-    ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 .*nan"),
+@pytest.mark.parametrize("name, says, ratio", [
+    ("window", "O of LlamaAttention of layer 0 differs at position [3-7][0-9] of the document", None),
+    ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of .* that starts at row 44", 1.01),
+    ("dK of one head", "dK of LlamaAttention of layer 1 differs", 1.1),
+    ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 of", None),
 ])  # fmt: skip
-def test_planted_errors_are_named(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_errors_are_named(name: str, says: str, ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     _wrong(name, monkeypatch)
-    with pytest.raises(
-        CADError, match=f"verify: rank 0, micro-batch 0 .*{says}.* with CAD, .* without; relative error"
-    ):
+    text = f"rank 0, micro-batch 0 .*{says}.*: (.*) with CAD, (.*) without; relative error (.*), allowed 1.00e-04"
+    with pytest.raises(CADError, match=text) as caught:
         train()
+    if ratio:
+        ours, theirs, error = map(float, re.search(text, str(caught.value)).groups())
+        assert ours / theirs == pytest.approx(ratio, rel=1e-4) and error == pytest.approx(ratio - 1, rel=0.9)
 
 
 @pytest.mark.parametrize("rounding", [1e-12, 1e-3])
