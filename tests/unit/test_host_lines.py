@@ -39,43 +39,31 @@ def test_why_a_loss_keeps_documents_where_they_are(kind: type, changes: dict[str
     assert words in reasons[kind is OwnLoss] and not reasons[kind is not OwnLoss]
 
 
-def test_the_trainers_own_loss_is_known() -> None:
-    made = trainer_with(Trainer)
-    assert wrong_loss(made, 5) == unknown_loss(made) == ""
-    made.model.loss_function = print
-    assert "print is not transformers' own" in unknown_loss(made)
-    made = trainer_with(Trainer)
-    made.compute_loss_func = print
-    assert "print is not" in unknown_loss(made)
-    assert "neftune" in unknown_loss(trainer_with(Trainer, neftune_noise_alpha=5))
+def _hook(*given: Any) -> None:
+    """Of a script."""
 
 
-def test_what_a_script_puts_around_a_model_may_have_a_loss() -> None:
-    made, hooked = trainer_with(Trainer), trainer_with(Trainer)
-    made.model = torch.nn.Sequential(made.model)
-    assert unknown_loss(made) == ""
-    made.model.forward, made.aux_loss_enabled = print, True
-    assert "print" in unknown_loss(made) and "router" in wrong_loss(made, 5)
-    hooked.model.base_model.embed_tokens.register_forward_hook(lambda module, *given: None)
-    assert "lambda" in unknown_loss(hooked)
-
-
-@pytest.mark.parametrize("way", [
-    "base_model.register_forward_pre_hook", "base_model.register_full_backward_pre_hook",
-    "base_model.register_full_backward_hook", "lm_head.weight.register_hook",
-    "lm_head.weight.register_post_accumulate_grad_hook",
+@pytest.mark.parametrize("change, whose", [
+    (lambda made: None, ""), (lambda made: setattr(made, "model", torch.nn.Sequential(made.model)), ""),
+    (lambda made: setattr(made.model, "loss_function", print), "print is not transformers' own"),
+    (lambda made: setattr(made, "compute_loss_func", print), "print is not"),
+    (lambda made: setattr(made.model, "forward", print), "print is not"),
+    (lambda made: setattr(made.args, "neftune_noise_alpha", 5), "neftune"),
+    (lambda made: setattr(made.model, "lm_head", type("Own", (torch.nn.Linear,), {"forward": _hook})(4, 4)), "_hook"),
+    (lambda made: made.model.base_model.embed_tokens.register_forward_hook(_hook), "_hook"),
+    *((lambda made, way=way: attrgetter(way)(made.model)(_hook), "_hook") for way in (
+        "base_model.layers.0.register_forward_pre_hook", "base_model.layers.0.register_full_backward_pre_hook",
+        "base_model.layers.0.register_full_backward_hook", "lm_head.weight.register_hook",
+        "lm_head.weight.register_post_accumulate_grad_hook",
+    )),
 ])  # fmt: skip
-def test_hooks_anywhere_in_a_model_may_look_at_other_tokens(way: str) -> None:
-    """Those of a weight may change its gradient before all ranks add theirs."""
+def test_what_a_script_puts_into_a_trainer_may_look_at_other_tokens(change: Any, whose: str) -> None:
+    """Hooks of a weight may change its gradient before all ranks add theirs."""
     made = trainer_with(Trainer)
-    attrgetter(way.replace("base_model", "base_model.layers.0"))(made.model)(lambda *given: None)
-    assert "lambda" in unknown_loss(made)
-
-
-def test_a_layer_of_ones_own_may_look_at_other_tokens() -> None:
-    made = trainer_with(Trainer)
-    made.model.lm_head = type("Quantised", (torch.nn.Linear,), {"forward": lambda self, x: x})(4, 4)
-    assert "lambda" in unknown_loss(made)
+    change(made)
+    assert whose in unknown_loss(made) if whose else unknown_loss(made) == wrong_loss(made, 5) == ""
+    made.aux_loss_enabled = True
+    assert "router" in wrong_loss(made, 5)
 
 
 @pytest.mark.parametrize("name", [one for one in OF_A_STEP if one != "compute_loss_func"])
