@@ -28,7 +28,7 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
     model = deepspeed_cad.apply(policy, {**training.BLOCK, **block}).train()
     if how == "a copy":
         reference = copy.deepcopy(model)
-    elif how == "other wrappers":
+    elif how == "wrappers":
         model = DistributedDataParallel(model)
         fully_shard(reference, mesh=init_device_mesh("cpu", (world,)))
     session = deepspeed_cad.current_session()
@@ -51,9 +51,7 @@ def _two_models(rank: int, world: int, dtype: str, block: dict[str, Any], how: s
 
 
 @pytest.mark.parametrize("block", [{}, {"forward_only": "balanced"}], ids=["local", "balanced"])
-@pytest.mark.parametrize(
-    ("dtype", "how"), [("bfloat16", "another model"), ("float32", "a copy"), ("bfloat16", "other wrappers")]
-)
+@pytest.mark.parametrize("dtype, how", [("bfloat16", "another model"), ("float32", "a copy"), ("bfloat16", "wrappers")])
 def test_a_policy_and_its_reference(workers: WorkerPool, dtype: str, how: str, block: dict[str, Any]) -> None:
     assert all(sent > 0 for sent, _ in workers.run(_two_models, 3, dtype, block, how))
 

@@ -117,9 +117,7 @@ def make_document(model: Seeing, built: Any, number: int, length: int, images: i
         for name, count, token, grid in (("image", images, IMAGE, (1, 4, 8)), ("video", videos, VIDEO, (2, 4, 4))):
             if count:
                 rows, ending = grid[0] * grid[1] * grid[2], "" if name == "image" else "_videos"
-                seen[f"pixel_values{ending}"] = torch.randn(
-                    count * rows, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64
-                )
+                seen[f"pixel_values{ending}"] = torch.randn(count * rows, 3 * 2 * 4 * 4, generator=generator).double()
                 seen[f"{name}_grid_thw"] = torch.tensor([grid] * count)
                 # A model may want every frame of a video on its own, behind a token of its time.
                 frames = grid[0] if name == "video" and model.kind.startswith("qwen3") else 1

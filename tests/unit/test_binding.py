@@ -96,9 +96,7 @@ def test_a_trainer_refuses_a_loader_before_its_first_step(monkeypatch: pytest.Mo
 def test_a_model_that_bypasses_the_mask_function_is_refused() -> None:
     model, _ = bound()
     layer = model.model.layers[0].self_attn
-    layer.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
-    )
+    layer.register_forward_pre_hook(lambda _, args, given: (args, {**given, "attention_mask": None}), with_kwargs=True)
     with pytest.raises(CADUnsupportedError, match="LlamaAttention got no mask from the mask function"):
         model(**batch())
 

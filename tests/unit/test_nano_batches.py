@@ -193,9 +193,7 @@ def test_tokens_are_cut(cut: RowCut, shape: tuple[int, ...], dim: int | None, at
         assert one.shape[dim] == at and torch.equal(torch.cat([one, other], dim), x)
 
 
-@pytest.mark.parametrize(
-    "rank, servers, said", [(1, [], ""), (0, [], '"local_first" for int: why'), (0, [2], "reserved")]
-)
+@pytest.mark.parametrize("rank, servers, said", [(1, [], ""), (0, [], '"local_first" for int: why'), (0, [2], "reser")])
 def test_parts_that_do_not_alternate_are_said_once(monkeypatch: Any, rank: int, servers: list[int], said: str) -> None:
     session = SimpleNamespace(rank=rank, servers=SimpleNamespace(at_start=servers))
     binding, lines = Mock(session=session, decoder=lambda: 0), list[str]()

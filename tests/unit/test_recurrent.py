@@ -129,9 +129,7 @@ def test_stock_leaks() -> None:
     assert difference(run(model, batch, ROW)[0], alone(model, batch, ROW)[0]) > 0.1
 
 
-@pytest.mark.parametrize(
-    "lengths", [[[30], [30]], [[30], [17]], [[20, 10], [5, 25]], [[20, 9], [5]]], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize("lengths", [[[30], [30]], [[30], [17]], [[20, 10], [5, 25]], [[20, 9], [5]]], ids=str)
 @pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow), "lfm2"])
 def test_batch_rows(kind: str, lengths: list[list[int]]) -> None:
     model, batch = _tiny(kind), packed(lengths)

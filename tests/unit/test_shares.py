@@ -55,7 +55,7 @@ def test_heads_that_come_as_dtensors_leave_as_dtensors() -> None:
 @pytest.mark.parametrize("shape, name, known", [
     ((4,), "FSDPLinear", True), ((4,), "Linear", False), ((2, 2), "FSDPLinear", True), ((2,), "FSDPLinear", False)
 ])  # fmt: skip
-def test_of_nameless_meshes_only_fsdps_over_all_ranks_is_known(shape: tuple[int, ...], name: str, known: bool) -> None:
+def test_a_mesh_without_names_is_fsdps_if_over_all_ranks(shape: tuple[int, ...], name: str, known: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     grid = DeviceMesh("cpu", torch.arange(int(np.prod(shape))).reshape(shape))
     model = type(name, (torch.nn.Linear,), {})(2, 2, bias=False)
