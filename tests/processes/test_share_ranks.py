@@ -163,25 +163,6 @@ def test_reserved_servers_beside_shares_are_one_error_everywhere(fresh_workers: 
     assert errors[2] is not None and errors[2][0] not in ("Hung", "Died"), "the server ends without a loop"
 
 
-def _refused(rank: int, world: int, heads: int, kv_heads: int, divided: int) -> str:
-    """Projections that ranks divide."""
-    model = training.tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    _divide(model, mesh["tp"], divided)
-    with pytest.raises(CADError) as error:
-        deepspeed_cad.apply(model, BLOCK)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("heads, kv_heads, divided, words", [
-    (6, 6, 2, "4 ranks divide q_proj of LlamaAttention of layer 0, which has 6 heads: each rank must"),
-    (8, 2, 2, "4 ranks divide k_proj .* which has 2 heads: .* or leave k_proj whole"),
-])  # fmt: skip
-def test_heads_that_are_not_divided_well(workers: Any, heads: int, kv_heads: int, divided: int, words: str) -> None:
-    said = workers.run(_refused, WORLD, heads, kv_heads, divided)
-    assert len(set(said)) == 1 and re.search(words, said[0])
-
-
 def _fail(rank: int, world: int) -> None:
     """One rank raises in a layer of its second forward: of the others one waits for it in attention, and one in a
     collective of tensor parallelism."""

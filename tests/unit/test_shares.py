@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cad.integrations import functions
-from deepspeed_cad.integrations.shares import (
-    PieceMask,
-    attend_locally,
-    find_replica,
-    refuse_heads,
-    refuse_parts_of_heads,
-)
+import training
+from deepspeed_cad.integrations import functions, shares
+from deepspeed_cad.integrations.shares import PieceMask, attend_locally, find_replica, refuse_heads
+from deepspeed_cad.integrations.transformers import bind
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,12 +48,13 @@ def test_heads_that_come_as_dtensors_leave_as_dtensors() -> None:
         attend_locally(attend, tokens, tokens, tokens, None)
 
 
-@pytest.mark.parametrize("shape, name, known", [
-    ((4,), "FSDPLinear", True), ((4,), "Linear", False), ((2, 2), "FSDPLinear", True), ((2,), "FSDPLinear", False)
+@pytest.mark.parametrize("shape, names, name, known", [
+    ((4,), None, "FSDPLinear", True), ((4,), None, "Linear", False), ((2, 2), None, "FSDPLinear", True),
+    ((2,), None, "FSDPLinear", False), ((4, 1), ("dp", "tp"), "Linear", True), ((4, 1), ("dp", "a"), "Linear", True),
 ])  # fmt: skip
-def test_a_mesh_without_names_is_fsdps_if_over_all_ranks(shape: tuple[int, ...], name: str, known: bool) -> None:
+def test_a_mesh_without_names_is_fsdps_if_over_all_ranks(shape: Any, names: Any, name: str, known: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    grid = DeviceMesh("cpu", torch.arange(int(np.prod(shape))).reshape(shape))
+    grid = DeviceMesh("cpu", torch.arange(int(np.prod(shape))).reshape(shape), mesh_dim_names=names)
     model = type(name, (torch.nn.Linear,), {})(2, 2, bias=False)
     model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), grid, run_check=False))
     refuses = pytest.raises(CADConfigError, match="a mesh without names of shape .*mesh=mesh")
@@ -67,22 +64,21 @@ def test_a_mesh_without_names_is_fsdps_if_over_all_ranks(shape: tuple[int, ...],
     assert find_replica(model) == Replica((3, 2, 1, 0))
 
 
-@pytest.mark.parametrize("axes, placement, size, refused", [
-    ("dp tp", Shard(0), 8, True), ("dp tp", Shard(0), 6, False), ("dp tp", Shard(1), 8, False),
-    ("tp dp", Shard(0), 8, False), ("dp tp", Shard(0), None, False),
+@pytest.mark.parametrize("axes, placement, size, words", [
+    ("dp tp", Shard(0), 8, "2 ranks divide k_proj of LlamaAttention of layer 1, which has 3 heads: .*leave k_proj"),
+    ("dp tp", Shard(0), 6, ""), ("dp tp", Shard(1), 8, ""), ("tp dp", Shard(0), 8, ""), ("dp tp", Shard(0), None, ""),
 ])  # fmt: skip
-def test_projections_are_divided_between_heads(axes: str, placement: Any, size: int | None, refused: bool) -> None:
-    """By the second of two axes; k_proj has 24 or 12 rows in all."""
+def test_projections_are_divided_between_heads(axes: str, placement: Any, size: int | None, words: str) -> None:
+    """By the second of two axes; k_proj has 24 or 12 rows in all. Nothing is opened before."""
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(axes.split()))
     weight = DTensor.from_local(torch.ones(12, 2), grid, [Replicate(), placement], run_check=False)
-    layer: Any = torch.nn.Module()
-    layer.q_proj, layer.k_proj, layer.head_dim = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), size
-    layer.k_proj.weight = torch.nn.Parameter(weight)
-    assert find_replica(layer) == Replica((2, 3) if axes == "dp tp" else (0, 2))
-    refuses = pytest.raises(CADUnsupportedError, match="2 ranks divide k_proj of .*, which has 3 heads")
-    with refuses if refused else nullcontext():
-        refuse_parts_of_heads(layer, 2)
+    model = training.tiny_llama()
+    model.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(weight)
+    model.model.layers[1].self_attn.head_dim = size
+    assert find_replica(model) == Replica((2, 3) if axes == "dp tp" else (0, 2))
+    with pytest.raises(CADUnsupportedError, match=words) if words else nullcontext():
+        bind(model, CADConfig()) if words else shares.refuse_parts_of_heads(model, 2)
 
 
 def mesh(shape: tuple[int, ...], *names: str) -> Any:
@@ -103,11 +99,11 @@ def of_mesh(grid: Any) -> list[Replica]:
 def test_groups_hold_one_rank_of_each_replica(grid: Any, replicas: list[list[int]]) -> None:
     said = of_mesh(grid)
     for rank in range(len(said)):
-        shares = Shares.of(said, rank)
-        assert shares.replicas.tolist() == replicas and not shares.pieces
-        assert shares.groups == [list(column) for column in zip(*replicas)]
-        assert rank in shares.members and shares.members[shares.replica] == rank
-        assert shares.count == len(replicas[0])
+        mine = Shares.of(said, rank)
+        assert mine.replicas.tolist() == replicas and not mine.pieces
+        assert mine.groups == [list(column) for column in zip(*replicas)]
+        assert rank in mine.members and mine.members[mine.replica] == rank
+        assert mine.count == len(replicas[0])
 
 
 def test_a_part_of_a_mesh_and_groups_say_as_much() -> None:
