@@ -90,8 +90,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def packed(lengths: list[list[int]]) -> dict[str, torch.Tensor]:
     """Batch rows of documents, all equally long; where they are not, padded on the right with a mask."""
-    generator = torch.Generator().manual_seed(sum(map(sum, lengths)))
-    width = max(map(sum, lengths))
+    generator, width = torch.Generator().manual_seed(sum(map(sum, lengths))), max(map(sum, lengths))
     ids, positions, mask = (torch.zeros(len(lengths), width, dtype=torch.long) for _ in range(3))
     for row, documents in enumerate(lengths):
         tokens = sum(documents)

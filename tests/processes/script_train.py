@@ -20,8 +20,7 @@ from trainers import PackedRows, collate
 def run_accelerate(args, model):
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accelerator, optimizer = Accelerator(cpu=True), torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(PackedRows(16), batch_size=1, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     return loop(args, model, optimizer, loader, accelerator.backward)
@@ -73,13 +72,11 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json")
     parser.add_argument("--local_rank")
-    args = parser.parse_args()
-    model = training.sdpa_llama()
+    args, model = parser.parse_args(), training.sdpa_llama()
     if args.loop == "eval":
         model.eval()
     run = {"accelerate": run_accelerate, "deepspeed": run_deepspeed, "eval": run_accelerate}
-    logged = run.get(args.loop, run_torch)(args, model)
-    cad = sys.modules.get("deepspeed_cad.session")
+    logged, cad = run.get(args.loop, run_torch)(args, model), sys.modules.get("deepspeed_cad.session")
     session = cad.current_session() if cad else None
     if int(os.environ.get("RANK", "0")) == 0:
         figures = None if session is None else [session.statistics.imbalance_before, session.statistics.imbalance]

@@ -166,8 +166,7 @@ def _trainer(rank: int, world: int, folder: str) -> tuple[int, int]:
 
     give_every_accelerator(CADPlugin(**training.BLOCK))
     model = deepspeed_cad.apply(training.tiny_llama(torch.float32, use_cache=False), training.BLOCK)
-    announced = _announcements(model)
-    arguments = trainers.training_arguments(folder, max_steps=5)
+    announced, arguments = _announcements(model), trainers.training_arguments(folder, max_steps=5)
     Trainer(model=model, args=arguments, train_dataset=trainers.PackedRows(16), data_collator=trainers.collate).train()
     return len(announced), deepspeed_cad.current_session().statistics.micro_batches
 

@@ -100,8 +100,7 @@ def test_workers_of_openrlhf_with_unequal_numbers_of_batches(fresh_workers: Work
 def _generate(rank: int, world: int, block: dict[str, Any]) -> None:
     """As GRPO does: in train mode, without gradients, answers of another length on each rank, then a step."""
     model, reference = deepspeed_cad.apply(training.tiny_llama(), block), training.tiny_llama()
-    session = deepspeed_cad.current_session()
-    prompts = torch.stack(training.documents([12, 12], seed=rank))
+    session, prompts = deepspeed_cad.current_session(), torch.stack(training.documents([12, 12], seed=rank))
     mask = torch.ones_like(prompts)
     prompts[0, :5], mask[0, :5] = 0, 0  # padding on the left
     for cache in (True, False):

@@ -199,8 +199,7 @@ def _sharded(rank: int, world: int, kind: str, how: str) -> float:
 def _zero(stage: int, model: Any, part: Any, weights: torch.Tensor) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
-    deepspeed = import_deepspeed()
-    config = engine_config(stage, cad=training.BLOCK)
+    deepspeed, config = import_deepspeed(), engine_config(stage, cad=training.BLOCK)
     config["optimizer"]["params"]["lr"] = 0.0
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.train()

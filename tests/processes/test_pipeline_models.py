@@ -26,10 +26,8 @@ TIED = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16
 
 
 def _train(rank: int, world: int, source: str) -> tuple[float, dict[str, torch.Tensor]]:
-    deepspeed = pipelines.start()
-    module = deepspeed_cad.to_pipeline(source, stages=2)
-    before = module.named_weights()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    deepspeed, module = pipelines.start(), deepspeed_cad.to_pipeline(source, stages=2)
+    before, optimizer = module.named_weights(), torch.optim.SGD(module.parameters(), lr=1.0)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=pipelines.config(COUNT, cad=BLOCK))
     replica = engine.grid.get_data_parallel_id()
     batches: list[Any] = [training.pack(pipelines.documents_of(replica, m)) for m in range(COUNT)]

@@ -230,8 +230,7 @@ def _save_and_resume(rank: int, world: int, folder: str) -> None:
         trainer.train(resume_from_checkpoint=resume)
         return trainer.state.log_history
 
-    plain = run(f"{folder}/plain", cad=False)
-    whole = run(folder, cad=True)
+    plain, whole = run(f"{folder}/plain", cad=False), run(folder, cad=True)
     again = run(folder, cad=True, resume=f"{folder}/checkpoint-2")
     trainers.assert_same_and_balanced("in one go", plain, whole)
     trainers.assert_same_and_balanced("resumed", plain, again)

@@ -71,8 +71,7 @@ def _train(rank: int, world: int, kv_heads: int, checkpoint: str | None, forward
     model.eval()
     with torch.no_grad():
         # Only the first sequence group evaluates, and nothing waits for another; or all do together.
-        together = forward_only == "balanced"
-        total = torch.zeros((), dtype=torch.float64)
+        together, total = forward_only == "balanced", torch.zeros((), dtype=torch.float64)
         if rank < PIECES or together:
             total = _loss_sum(model, _piece(last, rank)) * (1 if not together or rank < PIECES else 0)
     dist.all_reduce(total)
@@ -127,8 +126,7 @@ def _engine(rank: int, config: dict[str, Any], single: bool) -> list[float]:
 
 def _zero(rank: int, world: int, stage: int, accumulation: int) -> dict[str, Any]:
     import_deepspeed().init_distributed(dist_backend="gloo")
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    reference = training.tiny_llama(torch.float32)
+    own, reference = ALL_ATTENTION_FUNCTIONS["sdpa"], training.tiny_llama(torch.float32)
     docs = training.documents(EQUAL[rank // PIECES * PIECES % 3], seed=rank // PIECES * PIECES)
     alone = training.alone(reference, docs)[0] / (sum(map(len, docs)) - len(docs))
     config = engine_config(stage, gradient_accumulation_steps=accumulation)

@@ -137,8 +137,7 @@ def make_document(model: Seeing, built: Any, number: int, length: int, images: i
     ids = text[:step]
     for index, part in enumerate(parts):
         ids += part + text[(index + 1) * step : (index + 2) * step if index + 1 < len(parts) else length]
-    tokens = torch.tensor([ids])
-    positions = torch.arange(len(ids))[None]
+    tokens, positions = torch.tensor([ids]), torch.arange(len(ids))[None]
     if model.axes:
         positions = positions.expand(3, 1, -1)
         if seen:

@@ -43,8 +43,7 @@ def bound(monkeypatch) -> list[Any]:
 
 
 def test_the_plugin_is_taken_out_and_others_stay(fresh) -> None:
-    other = InitProcessGroupKwargs()
-    plugin = CADPlugin(tolerance=0.2)
+    other, plugin = InitProcessGroupKwargs(), CADPlugin(tolerance=0.2)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[other, plugin])
     assert accelerator.init_handler is other
     assert getattr(accelerator, ours._PLUGIN) is plugin and plugin.config == CADConfig(tolerance=0.2)
@@ -69,8 +68,7 @@ def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
 
 
 def test_prepared_loaders_are_examined() -> None:
-    asked = Namespace(**{ours._PLUGIN: CADPlugin()})
-    loader = object.__new__(DataLoaderDispatcher)
+    asked, loader = Namespace(**{ours._PLUGIN: CADPlugin()}), object.__new__(DataLoaderDispatcher)
     assert ours._prepare_data_loader(lambda self, loader: loader, Namespace(), loader) is loader
     with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
         ours._prepare_data_loader(lambda self, loader: loader, asked, loader)

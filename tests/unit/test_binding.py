@@ -115,8 +115,7 @@ def test_positional_arguments_are_read() -> None:
     """Documents are found whichever way the decoder is called, and its arguments stay what they were."""
     model, binding = bound()
     given = batch()
-    by_name = model.model(**given).last_hidden_state
-    documents = binding.last_read
+    by_name, documents = model.model(**given).last_hidden_state, binding.last_read
     binding.last_read = None
     by_place = model.model(given["input_ids"], None, given["position_ids"]).last_hidden_state
     assert binding.last_read is not None and binding.last_read.same_as(documents)

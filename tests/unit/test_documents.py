@@ -68,8 +68,7 @@ def seen_by(local: Any) -> np.ndarray:
 def documents_of_rows(draw: st.DrawFn, cumulative: str, mask: str) -> np.ndarray:
     """[batch, WIDTH] the documents, numbered from 1 in each batch row; padding only where all that is told tells it."""
     rows = draw(st.integers(1, 3))
-    truth = np.zeros((rows, WIDTH), np.int64)
-    left = cumulative == "absent" and draw(st.booleans())
+    truth, left = np.zeros((rows, WIDTH), np.int64), cumulative == "absent" and draw(st.booleans())
     for row in range(rows):
         parts = np.diff([0, *sorted(draw(st.sets(st.integers(1, WIDTH - 1), max_size=3))), WIDTH]).tolist()
         # Lengths tell of padding behind the last document only, a mask of ones of none.
@@ -269,12 +268,9 @@ def test_positions_on_a_gpu_are_compared_later(
     event, empty, copy = MagicMock(), torch.empty, torch.Tensor.copy_
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: empty(shape, dtype=dtype) if pin_memory else 0)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    for name, stand_in in {
-        "pin_memory": lambda self: self,
-        "to": lambda self, device, non_blocking: self if non_blocking else None,
-        "copy_": lambda self, other, non_blocking: copy(self, other, True) if non_blocking else None,
-    }.items():
-        monkeypatch.setattr(torch.Tensor, name, stand_in)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: non_blocking and self)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, x, non_blocking: copy(self, x, non_blocking or None))
     given = {"input_ids": ROWS, "position_ids": on_gpu.as_subclass(OnGPU), **changed}
     found = compare_later(given, Announcement(segments_from_positions(ROWS.numpy())))
     assert (None if found is None else bool(found.differs)) is differs

@@ -37,8 +37,7 @@ def test_training_and_evaluation(form: str, capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("form", ["numbers, padded", "additive, padded"])
 def test_layers_that_carry_state(form: str) -> None:
     """They multiply what is hidden by the mask, so they get one of 0 and 1."""
-    model = family("lfm2")
-    docs = training.documents(LENGTHS, seed=1)
+    model, docs = family("lfm2"), training.documents(LENGTHS, seed=1)
     expected = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
     deepspeed_cad.apply(model, {"overlap": "local_first"})
     batch = told(docs, form)

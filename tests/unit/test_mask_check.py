@@ -83,8 +83,7 @@ def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_masks_of_transformers_agree(window: int | None, batch: int) -> None:
     positions = [[p for length in (40, 1, 13, 46) for p in range(length)]] * batch
-    local = segments_from_positions(positions)
-    given = given_by_transformers(positions, None, window)
+    local, given = segments_from_positions(positions), given_by_transformers(positions, None, window)
     for forwards in (0, 1, 3, 7):
         check_mask(local, window, given, forwards)
 

@@ -104,8 +104,7 @@ def test_an_error_of_one_part_ends_the_other_with_its_own_state() -> None:
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_checkpointed_regions_that_overlap(early_stop: bool) -> None:
     """Both parts are inside a region at the same time, with dropout on both sides of where they hand over."""
-    weight = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-    forward = [True]
+    weight, forward = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64)), [True]
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.dropout(torch.tanh(x @ weight), 0.5)
@@ -139,11 +138,9 @@ CUTS = [RowCut(1, 10, 3), RowCut(1, 10, 0), RowCut(1, 10, 10), RowCut(4, 10, 30)
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
-    hidden = torch.rand(cut.batch, cut.width, 6, requires_grad=True)
-    logits = torch.rand(cut.batch * cut.width, 5)
+    hidden, logits = torch.rand(cut.batch, cut.width, 6, requires_grad=True), torch.rand(cut.batch * cut.width, 5)
     first, second = cut.split(hidden)
-    at = max(cut.at, 1 if cut.batch == 1 else cut.width)
-    rows = logits.split([cut.at, len(logits) - cut.at])
+    at, rows = max(cut.at, 1 if cut.batch == 1 else cut.width), logits.split([cut.at, len(logits) - cut.at])
     stand_in = logits[:at] if cut.at == 0 else logits[: 1 if cut.batch == 1 else cut.width]
     routed = [part if len(part) else stand_in[: 1 if cut.batch == 1 else cut.width] for part in rows]
 

@@ -266,8 +266,7 @@ def test_there_and_back(kind: str, changes: Any, tmp_path: Path, monkeypatch: py
 
 def test_what_was_read_ahead_outlives_evaluations() -> None:
     reader, loader = Reader(), iter([(torch.arange(4)[None], None)] * 3)
-    ahead = reader.peek(loader, 2, False)
-    kept = [iter([(torch.arange(4)[None], None)]) for _ in range(20)]
+    ahead, kept = reader.peek(loader, 2, False), [iter([(torch.arange(4)[None], None)]) for _ in range(20)]
     seen = [reader.peek(other, 1, False) for other in kept]
     assert reader.peek(loader, 2, False) == ahead and [reader.peek(other, 1, False) for other in kept] == seen
     for other in kept:

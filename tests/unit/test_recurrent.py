@@ -77,10 +77,8 @@ def test_way_and_result(kind: str, kernels: list[str], way: Way, monkeypatch: py
     """Kernels get borders where they take them, in their form; whatever they do, documents are as they are alone."""
     if not NEW and kernels:
         pytest.skip("this version of transformers chooses kernels in another way")
-    model = _tiny(kind)
-    batch = packed(ROW)
-    expected = alone(model, batch, ROW)
-    fake = Kernels(monkeypatch, PATHS[kind])
+    model, batch = _tiny(kind), packed(ROW)
+    expected, fake = alone(model, batch, ROW), Kernels(monkeypatch, PATHS[kind])
     for name in kernels:
         getattr(fake, name)()
     _apply(model)
@@ -185,8 +183,7 @@ def test_evaluation(rank: int) -> None:
     """Packed rows are right there too, although a cache is on by default; generation is left alone."""
     model, batch = _tiny("lfm2").eval(), packed(ROW)
     with torch.no_grad():
-        expected = alone(model, batch, ROW)[0]
-        prompt = batch["input_ids"][:, :20]
+        expected, prompt = alone(model, batch, ROW)[0], batch["input_ids"][:, :20]
         generated = model.generate(prompt, max_new_tokens=4, do_sample=False)
         _apply(model)
         session = deepspeed_cad.current_session()

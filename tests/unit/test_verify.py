@@ -164,8 +164,7 @@ def test_what_only_the_second_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_that_differs_is_named() -> None:
-    model = training.tiny_llama()
-    heads = iter([1.0, 1.01])
+    model, heads = training.tiny_llama(), iter([1.0, 1.01])
     model.lm_head.register_forward_hook(lambda module, args, output: output * next(heads))
     with pytest.raises(CADError, match=r"micro-batch 0 .*: the loss is 4\.\d+ with CAD and 4\.\d+ without"):
         train(model=model)
