@@ -10,7 +10,6 @@ import torch
 import training
 
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
 
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard

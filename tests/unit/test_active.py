@@ -10,11 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-pytest.importorskip("transformers")
-
 from deepspeed_cad.integrations import active
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import deepspeed_cad
 from deepspeed_cad.config import CADConfig

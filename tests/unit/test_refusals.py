@@ -72,10 +72,6 @@ class CrossAttention(Attention):
     """It has the name."""
 
 
-class Indexer(nn.Module):
-    """It has the name, too."""
-
-
 BIASES = ("alibi", "use_alibi", "relative_attention_num_buckets")
 
 
@@ -105,7 +101,7 @@ def _change(part: Any, **changes: Any) -> None:
     (lambda model: _change(model.model, A_log=nn.Parameter(torch.ones(2))), r"model\.A_log of shape \(2,\): a state"),
     (lambda model: _change(model.model, conv=nn.Conv2d(1, 1, 1)), "model.conv is a Conv2d: it mixes"),
     (lambda model: _change(model.model, rnn=nn.GRU(1, 1)), "model.rnn is a GRU: it mixes"),
-    (lambda model: _change(model.model, chooses=Indexer()), "model.chooses is a Indexer: sparse"),
+    (lambda model: _change(model.model, x=type("Indexer", (nn.Module,), {})()), "model.x is a Indexer: s"),
     *((lambda model, key=key: _change(model.config, **{key: True}), f"{key} is True: it adds") for key in BIASES),
     (lambda model: _change(model.config, position_embedding_type="relative_key"), "_type is 'relative_key': it adds a"),
     (lambda model: _change(_unscaled(model).config, scale_attn_weights=False), "scale_attn_weights is False: this ve"),
