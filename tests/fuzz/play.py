@@ -34,7 +34,9 @@ TIMEOUT_S = float(os.environ.get("FUZZ_TIMEOUT_S", "30"))
 """Longer than a case may take: what waits for this is never right. On a busy machine more: FUZZ_TIMEOUT_S."""
 HUNG_S = 10.0
 """The same where a server hangs: half of it is the silence after which a server is lost."""
-CHANGES: dict[str, dict[str, Any]] = {"gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}, "qwen2": {"tie_word_embeddings": True},
+}  # fmt: skip
 """Besides those of FAMILIES. A soft cap that tiny logits do not reach would not be noticed if it were left out."""
 
 

@@ -99,6 +99,7 @@ PIPELINES = {
     "three stages, two replicas": loop(6, stages=3, accumulation=5),
     "four stages, two replicas": loop(8, stages=4, accumulation=6, evaluate=1),
     "latent attention": loop(stages=2, model="deepseek_v3", accumulation=9),
+    "tied, two replicas": loop(4, stages=2, model="qwen2", accumulation=3, forms=("row", "row none lengths")),
 }
 SELDOM |= {name: SLOW if i < 4 else LONG for i, name in enumerate(PIPELINES) if i > 1}
 
