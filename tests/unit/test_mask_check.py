@@ -139,6 +139,8 @@ def test_another_number_of_tokens_and_only_now_and_then() -> None:
         check_mask(local, None, simple(24, causal), 0)
     assert [n for n in range(40) if is_due(n)] == [0, 1, 3, 7, 15, 31]
     check_mask(local, None, simple(20, lambda b, h, q, k: q >= 0), 2)
+    for given in ({"q_length": 20}, {"cache_position": torch.arange(20)}):  # the least that versions give
+        check_mask(local, 5, {"mask_function": lambda b, h, q, k: (k <= q) & (q - k < 5), **given}, 0)
 
 
 def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +151,8 @@ def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture)
 
     with caplog.at_level(logging.WARNING, logger="deepspeed_cad"):
         for forwards in (0, 1, 3):
-            check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, scalar), forwards)
-    assert [record.message.count("not checked") for record in caplog.records] == [1]
+            for function in (scalar, None):
+                check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, function), forwards)
+    assert [record.message.count("not checked") for record in caplog.records] == [1, 1]
     places = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 1]]).numpy()
     assert _evaluate(causal, places, {}, 0).tolist() == [True, False], "of a mask without tensors, too"
