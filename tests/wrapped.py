@@ -95,8 +95,7 @@ def train(
     if block is not None and late:
         deepspeed_cad.apply(model, block)
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    found = []
+    optimizer, found = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
     for i, batch in enumerate(batches, start=1):
         loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
         (loss / MICRO).backward()

@@ -64,8 +64,7 @@ def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, *
     elif cad:
         deepspeed_cad.apply(model, training.BLOCK)
     more = {"peft_config": _lora()} if lora else {"ref_model": reference}
-    before = _values(reference)
-    log = _trained("DPO", folder, model, data, {"max_length": 400, **changes}, **more)
+    before, log = _values(reference), _trained("DPO", folder, model, data, {"max_length": 400, **changes}, **more)
     if reference is not None:
         assert before and all(torch.equal(a, b) for a, b in zip(before, _values(reference), strict=True))
         assert reference.config._attn_implementation == ("cad" if cad else "sdpa")

@@ -33,8 +33,7 @@ def _steps(model: Any, rank: int) -> None:
 
 
 def _plain(rank: int, world: int, block: dict[str, Any]) -> list[str]:
-    said = _said()
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, **block}).train()
+    said, model = _said(), deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, **block}).train()
     _steps(DistributedDataParallel(model), rank)
     return said
 
@@ -53,8 +52,7 @@ def test_ddp(workers: WorkerPool, overlap: str, servers: int) -> None:
 
 
 def _spanning(rank: int, world: int) -> list[str]:
-    said = _said()
-    model = deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY).train()
+    said, model = _said(), deepspeed_cad.apply(training.tiny_llama(torch.float32), VERIFY).train()
     part = deepspeed_cad.shard_stream(training.pack(training.documents([130, 90, 1, 79], seed=7)), rank, world)
     model(**part, use_cache=False).loss.backward()
     return said

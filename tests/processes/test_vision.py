@@ -132,8 +132,7 @@ def make_document(model: Seeing, built: Any, number: int, length: int, images: i
             given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in seen.items()}
             found = built.get_image_features(**given).pooler_output
         parts = [[IMAGE] * (found[0].reshape(-1, found[0].shape[-1]).shape[0])] * images
-    text = torch.randint(10, 96, (length,), generator=generator).tolist()
-    step = max(1, length // (len(parts) + 1))
+    text, step = torch.randint(10, 96, (length,), generator=generator).tolist(), max(1, length // (len(parts) + 1))
     ids = text[:step]
     for index, part in enumerate(parts):
         ids += part + text[(index + 1) * step : (index + 2) * step if index + 1 < len(parts) else length]

@@ -246,12 +246,7 @@ def test_large_masks_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         read(attention_mask=_shown(12, 1))
 
 
-class OnGPU(torch.Tensor):
-    """It says so."""
-
-    device: Any = SimpleNamespace(type="cuda")
-
-
+ON_GPU: Any = type("OnGPU", (torch.Tensor,), {"device": SimpleNamespace(type="cuda")})
 ROWS = torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])
 
 
@@ -271,7 +266,7 @@ def test_positions_on_a_gpu_are_compared_later(
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: non_blocking and self)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, x, non_blocking: copy(self, x, non_blocking or None))
-    given = {"input_ids": ROWS, "position_ids": on_gpu.as_subclass(OnGPU), **changed}
+    given = {"input_ids": ROWS, "position_ids": on_gpu.as_subclass(ON_GPU), **changed}
     found = compare_later(given, Announcement(segments_from_positions(ROWS.numpy())))
     assert (None if found is None else bool(found.differs)) is differs
     assert event.record.called == (found is not None) and (found is None or found.event is event)

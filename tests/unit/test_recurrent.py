@@ -275,8 +275,7 @@ def test_arguments_with_tokens_are_refused() -> None:
     def fail(error: Exception) -> None:
         raise error
 
-    toy = Toy()
-    inside = type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(fail)})()
+    toy, inside = Toy(), type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(fail)})()
     hidden = torch.ones(1, 7, 8, dtype=torch.float64)
     with pytest.raises(CADUnsupportedError, match="Toy of layer . gets more, which CAD cannot cut"):
         _run(toy, toy.forward, inside, (hidden,), {"more": [torch.ones(1, 7)]})
