@@ -4,7 +4,6 @@ package; the one for a long document, from a checkpoint to a checkpoint, against
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,8 @@ from forked import launch
 from scripts import ROOT, printed_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-COMMANDS = sorted(
-    {
-        command
-        for page in (ROOT / "docs").glob("*.md")
-        for command in re.findall(r"```\n(torchrun --nproc_per_node 2 [^\n]*)\n```", page.read_text())
-    }
-)
+PAGES = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+COMMANDS = sorted(set(re.findall(r"```\n(torchrun --nproc_per_node 2 [^\n]*)\n```", PAGES)))
 LOAD = """
 import sys
 sys.modules["deepspeed_cad"] = None
@@ -47,27 +41,17 @@ OFTEN = ("trainer.py --tiny --steps 4", "trl_sft.py", "fsdp2.py")
 ])  # fmt: skip
 def test_command(tmp_path, command: str) -> None:
     """What torchrun starts; torchrun itself is tried in test_run.py."""
-    torchrun, option, count, *words = shlex.split(command)
-    assert (torchrun, option) == ("torchrun", "--nproc_per_node")
-    done = launch(int(count), [*words, "--save", str(tmp_path)], ROOT, DS_ACCELERATOR="cpu")
+    done = launch(2, [*shlex.split(command)[3:], "--save", str(tmp_path)], ROOT, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-4000:]
-    said = done.stdout
-    assert "attention max/mean" in said and "loss" in said
+    assert "attention max/mean" in done.stdout and "loss" in done.stdout
     if "own_model.py" in command:
         return  # no model of transformers, and it saves nothing
     parameters, attention = launch(1, ["-c", LOAD, str(tmp_path)], ROOT).stdout.split()[-2:]
     assert int(parameters) > 50_000 and attention != "cad"
 
 
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
-
-
-def _million(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return launch(ranks, ["examples/million_tokens.py", *arguments], ROOT, PYTHONWARNINGS="ignore")
-
-
 @pytest.mark.slow
-@ON_CPU
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares in fp32, on the CPU")
 def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) -> None:
     """From a checkpoint to one that loads, as on one rank."""
     trainers.write_inputs(tmp_path)
@@ -75,11 +59,11 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
     config["cad"] |= {"granularity": 16}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     out, losses = tmp_path / "out", []
+    files = {"deepspeed_config": "ds.json", "model": "model", "data": "data.jsonl", "save": "out"}
+    words = [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
+    words += "--steps 3 --tokens 400 --tile 64".split()
     for ranks in (1, 2):
-        done = _million(
-            "--deepspeed_config", str(tmp_path / "ds.json"), "--model", str(tmp_path / "model"), "--steps", "3",
-            "--data", str(tmp_path / "data.jsonl"), "--tokens", "400", "--tile", "64", "--save", str(out), ranks=ranks,
-        )  # fmt: skip
+        done = launch(ranks, ["examples/million_tokens.py", *words], ROOT, PYTHONWARNINGS="ignore")
         assert done.returncode == 0, done.stderr[-4000:]
         losses.append(printed_losses(done.stdout))
     assert losses[1] == pytest.approx(losses[0], abs=2e-5) and len(set(losses[0])) == 3
@@ -90,5 +74,5 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_tokens_that_do_not_divide() -> None:
-    done = _million("--tiny", "--tokens", "511")
+    done = launch(2, "examples/million_tokens.py --tiny --tokens 511".split(), ROOT, PYTHONWARNINGS="ignore")
     assert done.returncode != 0 and "--tokens 511: ranks hold equally many tokens" in done.stderr

@@ -23,10 +23,6 @@ from deepspeed_cad.session import find_binding
 BLOCK = {"granularity": 16, "timeout_s": 60.0, "links": training.LINKS}
 
 
-def _step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    training.loss_sum(model, batch).backward()
-
-
 def _batch(rank: int) -> dict[str, torch.Tensor]:
     return training.pack(training.documents([60, 20] if rank == 0 else [33], seed=rank))
 
@@ -58,7 +54,7 @@ def _wrong(rank: int, world: int, what: str) -> None:
             feed = find_binding(model).feed
             feed.announce(feed.read(batch))
             given = _batch(0)
-        (loss_and_gradients if what == "padding" else _step)(model, given)
+        (loss_and_gradients if what == "padding" else training.forward_backward)(model, given)
 
 
 @pytest.mark.parametrize("what, kind, words", [
@@ -73,11 +69,9 @@ def _wrong(rank: int, world: int, what: str) -> None:
 ])  # fmt: skip
 def test_every_rank_says_why(workers: WorkerPool, what: str, kind: str, words: list[str]) -> None:
     errors, _ = workers.try_run(_wrong, 2, what)
-    for rank, error in enumerate(errors):
-        assert error is not None, rank
-        assert error[0] in (kind, "CADPeerError"), error
-        for word in words:
-            assert word in error[1], (rank, error[1])
+    for error in errors:
+        assert error is not None and error[0] in (kind, "CADPeerError"), errors
+        assert all(word in error[1] for word in words), error[1]
 
 
 def _dies(rank: int, world: int, when: str) -> None:
@@ -92,7 +86,7 @@ def _dies(rank: int, world: int, when: str) -> None:
                 store.wait(["failed/0", "failed/2"])
                 return
         try:
-            _step(model, _batch((rank + step) % 2))
+            training.forward_backward(model, _batch((rank + step) % 2))
         except deepspeed_cad.CADPeerError:
             store.set(f"failed/{rank}", "")
             raise
@@ -102,18 +96,16 @@ def _dies(rank: int, world: int, when: str) -> None:
 @pytest.mark.parametrize("when", ["in the exchange", "hangs"])
 def test_a_peer_that_dies_is_named(workers: WorkerPool, when: str) -> None:
     errors, _ = workers.try_run(_dies, 3, when, grace=60.0)
-    for rank in (0, 2):
-        assert errors[rank] is not None and errors[rank][0] == "CADPeerError", errors[rank]
-        assert re.search("rank 1 (died or hangs|did not come: it was last seen at)", errors[rank][1]), errors[rank][1]
-        wanted = "exchange" if when == "in the exchange" else "document lengths"
-        assert wanted in errors[rank][1], errors[rank][1]
+    wanted = "exchange" if when == "in the exchange" else "document lengths"
+    for error in (errors[0], errors[2]):
+        assert error is not None and error[0] == "CADPeerError" and wanted in error[1], error
+        assert re.search("rank 1 (died or hangs|did not come: it was last seen at)", error[1]), error[1]
 
 
 def _refuses_in_a_layer(rank: int, world: int) -> None:
     from torch._C._autograd import _top_saved_tensors_default_hooks
 
-    model = training.tiny_llama().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = training.checkpointed(training.tiny_llama().train(), "non-reentrant")
     deepspeed_cad.apply(model, {**BLOCK, "kernel": "flash_attn_2"})
     held: list[weakref.ref[BaseException]] = []
     gc.collect()
@@ -121,7 +113,7 @@ def _refuses_in_a_layer(rank: int, world: int) -> None:
     try:
         with suppress(CADUnsupportedError):
             try:
-                _step(model, _batch(rank))
+                training.forward_backward(model, _batch(rank))
             except CADUnsupportedError as error:
                 held.append(weakref.ref(error))
                 raise

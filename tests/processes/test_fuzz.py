@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from fuzz.judge import judge
 from fuzz.play import Played, play
 from fuzz.soak import grown, soak
 from pool import WorkerPool
+
+from deepspeed_cad.exchange.packed import PackedTransport
 
 
 @pytest.mark.slow
@@ -33,8 +36,6 @@ SMALL = Case(5, batches=(2, 2), block={"granularity": 16, "tolerance": 0.02}, lo
 
 def _broken(rank: int, world: int, line: str, what: str) -> Played:
     """Play a case with rows that come back to the wrong places, forward or backward, or with an error of torch's."""
-    from deepspeed_cad.exchange.packed import PackedTransport
-
     before, calls = PackedTransport.give_back, iter(range(100))
 
     def broken(self: PackedTransport, schedule: object, fields: list, *rest: object) -> object:
@@ -45,11 +46,8 @@ def _broken(rank: int, world: int, line: str, what: str) -> Played:
             fields = [replace(field, served=torch.roll(field.served, 1, 0)) for field in fields]
         return before(self, schedule, fields, *rest)
 
-    PackedTransport.give_back = broken
-    try:
+    with mock.patch.object(PackedTransport, "give_back", broken):
         return play(rank, world, line)
-    finally:
-        PackedTransport.give_back = before
 
 
 @pytest.mark.parametrize(
