@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import training
 from pool import WorkerPool
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -21,8 +22,8 @@ import deepspeed_cad
 BLOCK = {"granularity": 8, "tolerance": 0.05, "links": training.LINKS}
 UNEVEN = [[90], [30, 7, 1, 52], [20, 20, 50], [3, 87]]
 """Lengths of the documents of each rank."""
-SPANNING = [[90], [40, 50], [70, 20], [90]]
-"""Likewise; the first of every rank but 0 goes on with the last of the rank before."""
+SPANNING = [130, 120, 20]
+"""Documents of three ranks together. Each rank has 90 rows, here and there."""
 
 OPTIONS: list[tuple[int, int, int, int, dict[str, Any]]] = [
     (8, 4, 16, 16, {}),
@@ -45,19 +46,12 @@ class EachAlone:
         return torch.cat([cases.document_attention(*one, scale, **given) for one in parts])
 
 
-def options(rank: int, world: int, block: dict, lengths: list[list[int]] = UNEVEN, spans: bool = False) -> int:
+def options(rank: int, world: int, block: dict[str, Any], spans: bool = False) -> int:
     """Every option, forward and backward, against whole documents; gives the layers that attended."""
     cad = deepspeed_cad.open(block)
-    documents = [n for own in lengths[:world] for n in own]
-    positions = torch.cat([torch.arange(n) for n in lengths[rank]])
-    if spans:
-        documents = [lengths[0][0]]
-        for own in lengths[1:world]:
-            documents[-1] += own[0]
-            documents += own[1:]
-        positions = torch.cat([torch.arange(n) for n in documents]).split([sum(own) for own in lengths[:world]])[rank]
-    ends = torch.tensor([0, *lengths[rank]]).cumsum(0)
-    mine = [sum(own) for own in lengths[:world]]
+    documents = SPANNING if spans else [n for own in UNEVEN[:world] for n in own]
+    ends = None if spans else torch.tensor([0, *UNEVEN[rank]]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in documents]).split(90)[rank] if spans else None
     for heads, kv_heads, dim, value, given in OPTIONS:
         make = partial(torch.randn, sum(documents), dtype=torch.float64, generator=torch.Generator().manual_seed(7))
         whole = [make(*size).requires_grad_() for size in ((heads, dim), (kv_heads, dim), (kv_heads, value))]
@@ -66,17 +60,17 @@ def options(rank: int, world: int, block: dict, lengths: list[list[int]] = UNEVE
         right = EachAlone(documents).attend(*whole, **{**given, "sinks": sinks})
         right.backward(do)
 
-        rows = [x.detach().split(mine)[rank].requires_grad_() for x in whole]
+        rows = [x.detach().split(90)[rank].requires_grad_() for x in whole]
         step = cad.plan(
-            None if spans else ends, positions if spans else None, heads=heads, kv_heads=kv_heads,
-            head_dim=dim, value_dim=value, dtype=torch.float64, windows=[given.get("window")],
+            ends, positions, heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=value, dtype=torch.float64,
+            windows=[given.get("window")],
         )  # fmt: skip
         for layer in range(2):
             o = step.attend(*rows, layer=layer, **{**given, "sinks": own_sinks})
-            assert (o - right.split(mine)[rank]).abs().max() < 1e-10, given
-        o.backward(do.split(mine)[rank])
+            assert (o - right.split(90)[rank]).abs().max() < 1e-10, given
+        o.backward(do.split(90)[rank])
         for ours, theirs in zip(rows, whole):
-            assert (ours.grad - theirs.grad.split(mine)[rank]).abs().max() < 1e-10, given
+            assert (ours.grad - theirs.grad.split(90)[rank]).abs().max() < 1e-10, given
         if own_sinks is not None and sinks is not None:
             dist.all_reduce(own_sinks.grad)
             assert (own_sinks.grad - sinks.grad).abs().max() < 1e-10
@@ -85,7 +79,7 @@ def options(rank: int, world: int, block: dict, lengths: list[list[int]] = UNEVE
 
 @pytest.mark.parametrize(("world", "spans"), [(2, False), (4, False), (3, True)])
 def test_every_option_is_exact(workers: WorkerPool, world: int, spans: bool) -> None:
-    assert workers.run(options, world, BLOCK, SPANNING if spans else UNEVEN, spans) == [2 * len(OPTIONS)] * world
+    assert workers.run(options, world, BLOCK, spans) == [2 * len(OPTIONS)] * world
 
 
 def test_reserved_servers(workers: WorkerPool) -> None:
@@ -105,8 +99,7 @@ def _divided(rank: int, world: int, by: str) -> int:
     alone = [x.detach().clone().requires_grad_() for x in rows]
     o, right = cad.plan([0, *torch.tensor(own).cumsum(0)]).attend(*rows, layer=0), EachAlone(own).attend(*alone)
     assert (o - right).abs().max() < 1e-10
-    for one in (o, right):
-        one.square().sum().backward()
+    (o.square().sum() + right.square().sum()).backward()
     assert all((x.grad - y.grad).abs().max() < 1e-10 for x, y in zip(rows, alone))
     assert cad.session.shares.count == shares and cad.session.statistics.imbalance < 1.1
     return cad.session.transport.bytes_sent
@@ -159,15 +152,13 @@ def _loss(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, st
     return F.cross_entropy(model(ids, positions, step).double()[:-1], ids[1:], reduction="sum")
 
 
-def _model(dtype: torch.dtype = torch.float64) -> own_model.Decoder:
+def _model() -> own_model.Decoder:
     torch.manual_seed(1)
-    return own_model.Decoder(64, layers=3, width=64, heads=8, kv_heads=4).to(dtype)
+    return own_model.Decoder(64, layers=3, width=64, heads=8, kv_heads=4).double()
 
 
 def train(rank: int, world: int, way: str) -> tuple[int, int]:
     """Three micro-batches, each planned ahead; gives how often attention ran and was taken from what was kept."""
-    from torch._dynamo.utils import counters
-
     run, wrap = WAYS[way]
     model, reference = _model(), _model()
     if wrap is not None:
@@ -211,25 +202,21 @@ def make(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def _another_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    step, names = deepspeed_cad.open(BLOCK).plan([0, 90]), iter("ab")
+def _another_name(cad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    step, names = cad.plan([0, 90]), iter("ab")
     again = lambda x: step.attend(x, k, v, layer=next(names)).sin()  # noqa: E731
     checkpoint(again, q, use_reentrant=False).sum().backward()
 
 
-def _mesh_and_group(*_: torch.Tensor) -> None:
+def _mesh_and_group(*_: Any) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     deepspeed_cad.open(BLOCK, mesh=mesh, group=mesh.get_group())
 
 
-def _plan(*given: Any, **named: Any) -> Callable[..., Any]:
-    return lambda q, k, v: deepspeed_cad.open(BLOCK).plan(*given, **named)
-
-
 MISTAKES: dict[str, Callable[..., Any]] = {
-    "missing 1 required keyword-only argument: 'layer'": lambda *qkv: _plan([0, 90])(*qkv).attend(*qkv),
+    "missing 1 required keyword-only argument: 'layer'": lambda cad, *qkv: cad.plan([0, 90]).attend(*qkv),
     "layer b runs in a backward, but did not in the forward": _another_name,
-    "neither cu_seqlens nor position_ids": _plan(),
+    "neither cu_seqlens nor position_ids": lambda cad, *_: cad.plan(),
     "got a mesh and a group, which say the same": _mesh_and_group,
     "rank 1 passed none as its group": lambda *_: deepspeed_cad.open(
         BLOCK, group=None if dist.get_rank() else dist.group.WORLD
@@ -238,7 +225,7 @@ MISTAKES: dict[str, Callable[..., Any]] = {
 
 
 def _mistake(rank: int, world: int, words: str) -> None:
-    MISTAKES[words](make(90, 8, 16), make(90, 4, 16), make(90, 4, 16))
+    MISTAKES[words](deepspeed_cad.open(BLOCK), make(90, 8, 16), make(90, 4, 16), make(90, 4, 16))
 
 
 @pytest.mark.parametrize("words", MISTAKES)
