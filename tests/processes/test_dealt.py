@@ -16,6 +16,7 @@ from pool import WorkerPool
 from torch.nn.utils.rnn import pad_sequence
 
 import deepspeed_cad
+from deepspeed_cad import session
 from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import read_documents
 from deepspeed_cad.ahead.feed import Feed
@@ -59,13 +60,13 @@ def _rich(lengths: list[int], seed: int, padded: bool) -> dict[str, Any]:
     return batch | others
 
 
-def _derived(lengths: list[int]) -> dict[str, Any]:
+def _derived(lengths: Any) -> dict[str, Any]:
     """What collators say of packed documents besides positions."""
-    cumulative = torch.from_numpy(np.r_[0, np.cumsum(lengths)]).to(torch.int32)
+    cumulative, longest = torch.from_numpy(np.r_[0, np.cumsum(lengths)]).to(torch.int32), max(lengths, default=0)
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32)
     return {
-        "cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": max(lengths),
-        "max_length_k": torch.tensor(max(lengths)), "seq_idx": number, "attention_mask": number.long() + 1,
+        "cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": longest,
+        "max_length_k": torch.tensor(longest), "seq_idx": number, "attention_mask": number.long() + 1,
     }  # fmt: skip
 
 
@@ -90,9 +91,8 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
     dist.barrier()  # who has nothing to send would leave while others still connect
     gatherer = Gatherer(group, rank, world, None, Shares.none(rank, world))
     moved = move_documents(batches[rank], fields[0], padding, documents, dealt, gatherer)
-    seeds = [10 * r + m + 1 for r, of in enumerate(LENGTHS) for m in range(len(of))]
-    numbered = [np.arange(sum(row)) + 1000 * seeds.pop(0) for of in LENGTHS for row in of]
-    pieces = np.split(np.concatenate(numbered), np.cumsum(step.length)[:-1])
+    names = [np.arange(sum(row)) + 1000 * (10 * r + m + 1) for r, of in enumerate(LENGTHS) for m, row in enumerate(of)]
+    pieces = np.split(np.concatenate(names), np.cumsum(step.length)[:-1])
     for micro_batch, one in enumerate(moved):
         batch = one.on_device()
         if seed == 0:
@@ -110,20 +110,15 @@ def _shuffle(rank: int, world: int, seed: int, padded: bool) -> None:
         local = read_documents(batch).local
         assert (local.end - local.begin).tolist() == own.tolist()
         if padded:
-            assert batch["input_ids"].shape == (len(own), own.max())
-            assert batch["attention_mask"].sum(1).tolist() == own.tolist()
-            assert batch["attention_mask"].dtype == torch.int32
+            shown = (torch.arange(own.max()) < torch.tensor(own)[:, None]).int()
+            assert torch.equal(batch["attention_mask"], shown) and batch["input_ids"].shape == shown.shape
             assert batch["position_ids"].tolist() == [list(range(own.max()))] * len(own)
             assert not batch["weight"][~real].any() and (batch["labels"][~real] == -100).all()
             continue
-        begins = np.cumsum(own) - own
-        assert (batch["labels"][0, begins] == -100).all()
+        assert (batch["labels"][0, np.cumsum(own) - own] == -100).all()
         assert batch["position_ids"][0].tolist() == [i for n in own for i in range(n)]
-        assert batch["cu_seq_lens_q"].tolist() == np.r_[0, np.cumsum(own)].tolist()
-        assert batch["cu_seq_lens_k"].dtype == torch.int32
-        assert batch["max_length_q"] == int(batch["max_length_k"]) == own.max(initial=0)
-        assert batch["seq_idx"][0].tolist() == np.repeat(np.arange(len(own)), own).tolist()
-        assert batch["attention_mask"].tolist() == [[1] * own.sum()]
+        for name, value in (_derived(own) | {"attention_mask": torch.ones(1, own.sum(), dtype=torch.int64)}).items():
+            assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(value)), name
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -184,9 +179,7 @@ ONE_EACH = [[[300], [12]], [[20], [7, 5]], [[40], [90]], [[2], [3, 140]]]
 
 def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, Any], more: str) -> dict[str, Any]:
     """Losses and gradients of two micro-batches of one step, and how many documents went on from the rank before."""
-    model = tiny_model(kind, **changes.pop("model", {}))
-    if changes.pop("checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": changes.pop("use_reentrant", False)})
+    model = training.checkpointed(tiny_model(kind, **changes.pop("model", {})), changes.pop("checkpoint", None))
     model = deepspeed_cad.apply(model, {**training.BLOCK, "documents": documents, **changes}).train()
     batches = rank_batches(ONE_EACH[rank], 10 * rank)
     derived = ()
@@ -217,8 +210,8 @@ def _cut(rank: int, world: int, kind: str, documents: str, changes: dict[str, An
 
 @pytest.mark.parametrize("kind, changes, more, cut", [
     ("llama", {}, "", True),
-    ("llama", {"checkpointing": True}, "shift_labels", True),
-    ("llama", {"checkpointing": True, "use_reentrant": True, "keep": "host"}, "", True),
+    ("llama", {"checkpoint": "non-reentrant"}, "shift_labels", True),
+    ("llama", {"checkpoint": "reentrant", "keep": "host"}, "", True),
     ("mistral", {}, "", True),  # a window
     ("gpt_oss", {}, "", True),  # sinks
     ("llama", {}, "derived", True),
@@ -255,8 +248,6 @@ def test_ranks_that_deal_documents_out_otherwise_all_stop(workers: WorkerPool) -
 
 def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int], str]:
     """Tokens of the first document of each micro-batch, in the order in which they are trained; and the first line."""
-    from deepspeed_cad import session
-
     said: list[str] = []
     model = deepspeed_cad.apply(training.tiny_llama(), {**training.BLOCK, "documents": documents}).train()
     lengths = [[8, 8], [16], [4] * 4, [16], [8, 8], [4] * 4]
@@ -272,17 +263,17 @@ def _order(rank: int, world: int, spans: bool, documents: str) -> tuple[list[int
     return seen, "".join(said)
 
 
-@pytest.mark.parametrize("spans, documents, rank_0, rank_1, told", [
-    (False, "keep", [8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4], True),
+@pytest.mark.parametrize("spans, documents, orders, told", [
+    (False, "keep", ([8, 16, 4, 16, 8, 4], [8, 16, 4, 16, 8, 4]), True),
     # Heavy ones of all ranks meet, in rank 0's order; not where documents span ranks.
-    (True, "keep", [8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4], False),
+    (True, "keep", ([8, 16, 4, 16, 8, 4], [4, 8, 16, 16, 8, 4]), False),
     # Nobody says what this loop's losses depend on.
-    (False, "auto", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
-    (False, "in_order", [8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8], False),
+    (False, "auto", ([8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8]), False),
+    (False, "in_order", ([8, 16, 4, 16, 8, 4], [4, 8, 16, 4, 16, 8]), False),
 ])  # fmt: skip
-def test_order_inside_steps(workers: Any, spans: bool, documents: str, rank_0: Any, rank_1: Any, told: bool) -> None:
+def test_order_inside_steps(workers: WorkerPool, spans: bool, documents: str, orders: Any, told: bool) -> None:
     (first, said), (second, nothing) = workers.run(_order, 2, spans, documents)
-    assert (first, second, nothing) == (rank_0, rank_1, "")
+    assert (first, second) == orders and nothing == ""
     assert "CAD is on: 2 ranks" in said and said.startswith("documents span ranks") == spans
     assert ("compare losses of whole steps" in said) == told
 
@@ -297,8 +288,7 @@ def _feed(documents: str) -> Any:
     ("deal", "", "why", False), ("keep", "", "", False), ("in_order", "", "", False),
 ])  # fmt: skip
 def test_when_documents_are_dealt_out(documents: str, unknown: str, wrong: str, deals: bool) -> None:
-    feed = _feed(documents)
-    settle(feed, torch.nn.Linear(2, 2), unknown, wrong)
+    settle(feed := _feed(documents), torch.nn.Linear(2, 2), unknown, wrong)
     assert feed.orders == (documents != "auto" or not unknown)
     assert feed.deals == deals and ("why" in feed.stays) == (not deals and documents in ("auto", "deal"))
     assert ('"documents": "deal"' in feed.stays) == (documents == "auto" and bool(unknown))
@@ -394,7 +384,5 @@ def _unmovable(rank: int, world: int, extra: Any, unpadded: bool = False) -> lis
 def test_what_cannot_move_stays_and_is_told_once(workers: WorkerPool) -> None:
     said = workers.run(_unmovable, 3, [1, 2])
     assert said[0] == said[2] == [] and len(said[1]) == 1 and '"extra"' in said[1][0]
-    said = workers.run(_unmovable, 3, None)
-    assert all(len(one) == 1 and "the fields of micro-batches differ between ranks" in one[0] for one in said)
-    said = workers.run(_unmovable, 3, None, True)
-    assert all(len(one) == 1 and '"extra" is new' in one[0] for one in said)
+    for unpadded, words in ((False, "the fields of micro-batches differ between ranks"), (True, '"extra" is new')):
+        assert all(len(one) == 1 and words in one[0] for one in workers.run(_unmovable, 3, None, unpadded))

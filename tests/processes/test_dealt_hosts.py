@@ -118,11 +118,10 @@ ROWS = [[[160, 70, 50], [80, 80], SHORT], [SHORT[:3], SHORT[:4], [60, 30]]]
 
 def _engine(rank: int, world: int) -> dict[str, Any]:
     """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
-    deepspeed = import_deepspeed()
     found: dict[str, Any] = {}
     for name in ("keep", "deal"):
         config = engine_config(1, gradient_accumulation_steps=2, cad={**BLOCK, "documents": name})
-        engine, *_ = deepspeed.initialize(model=training.tiny_llama(torch.float32), config=config)
+        engine, *_ = import_deepspeed().initialize(model=training.tiny_llama(torch.float32), config=config)
         loader = deepspeed_cad.current_session().look_ahead(rank_batches(ROWS[rank], 10 * rank), engine)
         steps: list[list[float]] = [[]]
         for _ in range(2):

@@ -46,7 +46,7 @@ def _alone(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": one[None] + 3} for one in training.documents(lengths, sum(lengths))]
 
 
-def _part(lengths: list[int], rank: int, world: int, padding: int = 0, **how: Any) -> tuple[dict, torch.Tensor]:
+def _part(lengths: list[int], rank: int, world: int, padding: int = 0, **how: Any) -> tuple[Any, torch.Tensor]:
     """This rank's part of a stream of documents, and which of its rows that are."""
     whole = {
         "input_ids": torch.cat([one["input_ids"] for one in _alone(lengths)], 1),
@@ -176,37 +176,28 @@ def test_waves(workers: WorkerPool) -> None:
 
 def _sharded(rank: int, world: int, kind: str, how: str) -> float:
     """Largest difference of gradients, averaged over ranks as engines do, of a step under ZeRO or FSDP2."""
-    reference, model = family(kind, torch.float32), family(kind, torch.float32)
+    reference, model = family(kind, torch.float32), training.checkpointed(family(kind, torch.float32), "non-reentrant")
     _, weights = training.weighted(reference, _alone(STREAM))
     part, here = _part(STREAM, rank, world)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     if how.startswith("zero"):
-        got = _zero(int(how[-1]), model, part, weights[here])
+        from deepspeed.utils import safe_get_full_grad
+
+        config = engine_config(int(how[-1]), cad=training.BLOCK)
+        config["optimizer"]["params"]["lr"] = 0.0
+        engine, *_ = import_deepspeed().initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine.train()
+        engine.backward((engine(**part, use_cache=False).logits[0] * weights[here]).sum())
+        got = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
+        engine.destroy()
     else:
-        late = how.endswith("late")
-        if not late:
-            deepspeed_cad.apply(model, training.BLOCK)
-        fsdp2(model)
-        if late:
-            deepspeed_cad.apply(model, training.BLOCK)
+        turn_on = partial(deepspeed_cad.apply, config=training.BLOCK)
+        for step in (fsdp2, turn_on) if how.endswith("late") else (turn_on, fsdp2):
+            step(model)
         (model(**part, use_cache=False).logits[0] * weights[here]).sum().backward()
         got = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     wanted = {name: p.grad / world for name, p in reference.named_parameters()}
     largest = max(float(one.abs().max()) for one in wanted.values())
     return max(float((got[name] - one).abs().max()) for name, one in wanted.items()) / largest
-
-
-def _zero(stage: int, model: Any, part: Any, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    from deepspeed.utils import safe_get_full_grad
-
-    deepspeed, config = import_deepspeed(), engine_config(stage, cad=training.BLOCK)
-    config["optimizer"]["params"]["lr"] = 0.0
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    engine.train()
-    engine.backward((engine(**part, use_cache=False).logits[0] * weights).sum())
-    got = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
-    return got
 
 
 @pytest.mark.slow
