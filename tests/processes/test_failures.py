@@ -14,6 +14,7 @@ import torch.distributed as dist
 import training
 from padded import loss_and_gradients, padded
 from pool import WorkerPool
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import deepspeed_cad
 from deepspeed_cad.ahead import gather, plan
@@ -30,15 +31,13 @@ def _batch(rank: int) -> dict[str, torch.Tensor]:
 def _wrong(rank: int, world: int, what: str) -> None:
     """A step in which rank 1 differs in one thing, or has bad positions, or labels that count padding."""
     differs = rank == 1
-    block: dict[str, Any] = {**BLOCK, "tolerance": 0.05 if differs and what == "config" else 0.1}
     model = training.tiny_llama(num_hidden_layers=3 if differs and what == "model" else 2)
     batch, given, make = _batch(rank), _batch(rank), plan.make_plan
-    positions = given["position_ids"]
     if differs and what == "nan":
-        given["position_ids"] = positions.double()
+        given["position_ids"] = given["position_ids"].double()
         given["position_ids"][0, 3] = float("nan")
     elif differs and what == "neighbours":
-        given["position_ids"] = positions + 7
+        given["position_ids"] += 7
     elif what == "padding":
         given = padded([90], "right", "copied" if differs else "masked", width=128)
 
@@ -49,7 +48,7 @@ def _wrong(rank: int, world: int, what: str) -> None:
 
     patches = {"version": (gather, "__version__", "0.0.1"), "plan": (plan, "make_plan", swapped)}
     with mock.patch.object(*patches[what]) if differs and what in patches else nullcontext():
-        deepspeed_cad.apply(model, block)
+        deepspeed_cad.apply(model, {**BLOCK, "tolerance": 0.05 if differs and what == "config" else 0.1})
         if what == "announced":
             feed = find_binding(model).feed
             feed.announce(feed.read(batch))
@@ -68,9 +67,8 @@ def _wrong(rank: int, world: int, what: str) -> None:
     ("announced", "CADDataError", ["is not the one that the loader announced", "look_ahead"]),
 ])  # fmt: skip
 def test_every_rank_says_why(workers: WorkerPool, what: str, kind: str, words: list[str]) -> None:
-    errors, _ = workers.try_run(_wrong, 2, what)
-    for error in errors:
-        assert error is not None and error[0] in (kind, "CADPeerError"), errors
+    for error in workers.try_run(_wrong, 2, what)[0]:
+        assert error is not None and error[0] in (kind, "CADPeerError"), error
         assert all(word in error[1] for word in words), error[1]
 
 
@@ -103,8 +101,6 @@ def test_a_peer_that_dies_is_named(workers: WorkerPool, when: str) -> None:
 
 
 def _refuses_in_a_layer(rank: int, world: int) -> None:
-    from torch._C._autograd import _top_saved_tensors_default_hooks
-
     model = training.checkpointed(training.tiny_llama().train(), "non-reentrant")
     deepspeed_cad.apply(model, {**BLOCK, "kernel": "flash_attn_2"})
     held: list[weakref.ref[BaseException]] = []
