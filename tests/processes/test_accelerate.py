@@ -13,14 +13,13 @@ from pool import WorkerPool
 from torch.utils.data import DataLoader
 
 import deepspeed_cad
+from deepspeed_cad.session import find_binding
 
 WORLD = 2
 
 
 def _announcements(model: Any) -> list[int]:
     """Tokens of what is announced from now on."""
-    from deepspeed_cad.session import find_binding
-
     feed, found = find_binding(model).feed, []
     announce, accept = feed.announce, feed.accept
     feed.announce = lambda mine, **how: (found.append(mine.local.tokens), announce(mine, **how))[1]
@@ -74,8 +73,7 @@ def _run(
         if kind == "broken off":
             loader, another = another, loader
         if kind == "looked at by rank 0" and accelerator.is_main_process:
-            looked = [batch["input_ids"] for batch in DataLoader(loader.dataset, collate_fn=trainers.collate)]
-            assert len(looked) == len(data)
+            assert len(list(DataLoader(loader.dataset, collate_fn=trainers.collate))) == len(data)
             next(iter(check))
         batches = iter(loader) if kind == "broken off, held" else loader
         if kind == "gone on":
@@ -90,8 +88,7 @@ def _run(
                 optimizer.step()
                 optimizer.zero_grad()
             entries.append(trainers.step_entry(loss))
-            ends.append((loader.end_of_dataloader, accelerator.gradient_state.end_of_dataloader))
-            ends.append(accelerator.sync_gradients)
+            ends += [loader.end_of_dataloader, accelerator.gradient_state.end_of_dataloader, accelerator.sync_gradients]
             if kind == "looked at by rank 0" and accelerator.is_main_process:
                 with torch.no_grad():
                     accelerator.unwrap_model(model)(**batch)

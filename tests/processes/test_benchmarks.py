@@ -12,9 +12,6 @@ import training
 from forked import launch
 from scripts import ROOT
 
-CAD = json.dumps({"granularity": 16, "links": training.LINKS})
-"""Where something must move, however slow a busy machine finds its links."""
-
 
 def torchrun(processes: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark; its output is shown where it fails."""
@@ -31,10 +28,11 @@ def test_modes_train_the_same(tmp_path: Path) -> None:
         "dp,dp:kept,dp:kept_host,ulysses,ulysses:kept,ulysses:kept_host,ulysses_joined,allgather_cp,cad,cad:recompute,"
         'cad@{"overlap":"none"},bound,bound_qkv'
     )
+    # Something must move, however slow a busy machine finds its links.
     run = torchrun(
         2, "benchmarks/train_step.py", "--workload", "benchmarks/workloads/stream_64k_4r.json", *TINY, "--scale",
-        "--tokens-per-rank", "256", "--mode", modes, "--steps", "2", "--warmup", "1", "--cad", CAD,
-        "--output", str(tmp_path), "--repeats", "2", "--until", "1",
+        "--tokens-per-rank", "256", "--mode", modes, "--steps", "2", "--warmup", "1", "--repeats", "2",
+        "--until", "1", "--cad", json.dumps({"granularity": 16, "links": training.LINKS}), "--output", str(tmp_path),
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     (path,) = tmp_path.glob("*.json")
@@ -89,6 +87,6 @@ def test_measurements_by_name(tmp_path: Path, name: str, sizes: str, last: str) 
     workload = str(ROOT / "benchmarks" / "workloads" / "meet_64k_2r.json")
     tiny = sizes if name == "finetune" else f"{' '.join(TINY)} {sizes}"
     more = {"MORE" if name in ("headline", "pipeline") else "SIZES": tiny, "LINKS": "nvlink"}
-    run = gpus(name, str(tmp_path), workload, script="gpus", GPUS="4" if name == "shares" else "2", **more)
+    run = gpus(name, str(tmp_path), workload, GPUS="4" if name == "shares" else "2", **more)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert re.search(last, run.stdout) and list(tmp_path.rglob("*.json"))

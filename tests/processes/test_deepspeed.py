@@ -73,12 +73,11 @@ def test_zero_stages(fresh_workers: WorkerPool, half: int) -> None:
 def _without_optimizer(rank: int, world: int) -> None:
     """As TRL makes the engine of a reference model: with the JSON of the policy, less its optimizer. In a process that
     only looks, one that CAD refuses keeps its attention; another one is balanced."""
-    deepspeed = import_deepspeed()
     config = {name: value for name, value in engine_config(0).items() if name != "optimizer"}
     batch = training.pack(training.documents(LENGTHS[rank], seed=rank))
 
     def engine(model: torch.nn.Module, **more: Any) -> Any:
-        return deepspeed.initialize(model=model, config={**config, "cad": {**training.BLOCK, **more}})[0]
+        return import_deepspeed().initialize(model=model, config={**config, "cad": {**training.BLOCK, **more}})[0]
 
     model = training.sdpa_llama()
     first = engine(model)
