@@ -16,13 +16,14 @@ from deepspeed_cad.planner import HeadShape, Plan, PlanInput, make_plan
 from deepspeed_cad.planner.core import Solution
 from deepspeed_cad.planner.finish import alternate
 from deepspeed_cad.planner.plan import BETWEEN, INSIDE, O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT, Flows
+from deepspeed_cad.schedule import build_slices
 
 SECONDS = CostModel("h", "seconds", pair=1e-9, row=2e-9, key=2.5e-7, task=1e-6)
 
 
 def check_solution(problem: PlanInput, found: Solution) -> None:
-    """Tasks, work and flows of a solution. `Flows.served` is what schedules have (test_schedule.py)."""
-    _check_tasks(problem, found.tasks)
+    """Tasks, work and flows of a solution; what lies at a server is what its schedule says."""
+    check_tasks(problem, found.tasks)
     np.testing.assert_allclose(found.work, work_of(problem, found.tasks), rtol=1e-12)
     np.testing.assert_allclose(found.work_before, work_at_home(problem), rtol=1e-12)
     expected = count_flows(problem, found.tasks)
@@ -30,11 +31,13 @@ def check_solution(problem: PlanInput, found: Solution) -> None:
     np.testing.assert_array_equal(found.flows.pairs, expected.pairs)
     np.testing.assert_array_equal(found.flows.parts, expected.parts)
     np.testing.assert_allclose(found.flows.waiting, expected.waiting, rtol=1e-12)
+    slices = build_slices(problem.tick, found.tasks, problem.window)
+    np.testing.assert_array_equal(found.flows.served, slices.served_rows.T)
 
 
 def check_plan(problem: PlanInput, plan: Plan) -> None:
     """All that a plan says of itself, and that it is no worse than doing nothing."""
-    _check_tasks(problem, plan.tasks)
+    check_tasks(problem, plan.tasks)
     # Own rows are split off after loads were summed: each cut adds a task, and its keys once more.
     work = work_of(problem, plan.tasks, joined=True)
     np.testing.assert_allclose(plan.load, work / problem.divisors + problem.floors, rtol=1e-9)
@@ -87,8 +90,8 @@ def count_flows(problem: PlanInput, tasks: np.ndarray) -> Flows:
                     reads[int(window_start(begin, problem.window)) : end] = True
                 rows = np.bincount(homes[runs], minlength=ranks)
                 keys = np.bincount(key_homes[reads & (key_homes >= 0)], minlength=ranks)
-                rows[server], others = 0, keys.sum() - keys[server]
-                keys[server] = 0
+                others = keys.sum() - keys[server]
+                rows[server] = keys[server] = 0
                 for home in np.flatnonzero(rows + keys):
                     send(int(home), int(server), int(groups * rows[home]), int(groups * keys[home]))
                 # Work in pieces: rows one behind the other that have one home.
@@ -146,7 +149,7 @@ def check_cuts(tasks: np.ndarray, tick: Tick, granularity: int) -> int:
     return wrong
 
 
-def _check_tasks(problem: PlanInput, tasks: np.ndarray) -> None:
+def check_tasks(problem: PlanInput, tasks: np.ndarray) -> None:
     check_coverage(tasks, problem.tick, problem.shape.groups)
     assert check_cuts(tasks, problem.tick, problem.granularity) == 0
     assert tasks.tolist() == sorted(tasks.tolist())
@@ -164,8 +167,7 @@ def _homes(segments: Segments, document: int) -> np.ndarray:
 def _common_finish(problem: PlanInput, work: np.ndarray) -> float:
     """When all work would be done if all ranks stopped together: ranks join one by one, the first to be free first."""
     ready = sorted((base, speed) for base, speed in zip(problem.floors, problem.speeds, strict=True) if speed > 0)
-    speeds = done = 0.0
-    finish = 0.0
+    speeds = done = finish = 0.0
     for base, speed in ready:
         if speeds and finish <= base:
             break

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import SECONDS, check_coverage, check_cuts, check_plan, check_solution, fingerprint, random_problem
+from plan_checks import SECONDS, check_plan, check_solution, check_tasks, fingerprint, random_problem
 
 from deepspeed_cad.cost import PAIRS, CostModel
 from deepspeed_cad.errors import CADConfigError
@@ -81,8 +81,7 @@ def test_the_same_rows_on_the_same_ranks(problem: PlanInput, window: int) -> Non
     """Bytes are as before: only what lies at servers is less."""
     problem = dataclasses.replace(problem, window=window)
     plan = make_plan(problem)
-    check_coverage(plan.tasks, problem.tick, problem.shape.groups)
-    assert check_cuts(plan.tasks, problem.tick, problem.granularity) == 0
+    check_tasks(problem, plan.tasks)
     np.testing.assert_array_equal(split_own_rows(problem.tick, plan.tasks, window, problem.granularity), plan.tasks)
     table = build_slices(problem.tick, plan.tasks, window).table
     moved = table[table[:, 1] != table[:, 2]]
