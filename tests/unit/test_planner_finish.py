@@ -29,19 +29,16 @@ def flows(out: dict[tuple[int, int], tuple[int, int]], waiting: list[float], hos
     moved = np.zeros((4, 2, len(hosts)), np.int64)
     for (home, server), (qkv, o) in out.items():
         where = int(hosts[home] != hosts[server])
-        moved[0, where, home] += qkv
-        moved[1, where, server] += qkv
-        moved[2, where, server] += o
-        moved[3, where, home] += o
+        moved[[0, 3], where, home] += qkv, o
+        moved[[1, 2], where, server] += qkv, o
     pairs = [[home, server, int(o > 0)] for (home, server), (_, o) in sorted(out.items())]
     parts, served = np.full(len(hosts), 8.0), np.zeros((2, len(hosts)), np.int64)
     return Flows(moved, np.array(waiting), np.array(pairs, np.int64).reshape(-1, 3), parts, served)
 
 
-def times(work: Any, moved: Flows, hosts: list[int], base: Any = None, waves: int = 1, **fields: Any) -> Any:
+def times(work: Any, moved: Flows, hosts: list[int], base: Any = None, waves: int = 1) -> Any:
     tick = Layout.from_rank_lengths([[1]] * len(work)).tick()
-    floor = None if base is None else np.array(base)
-    problem = PlanInput(tick, SHAPE, LINKS, hosts=np.array(hosts), base_load=floor, **fields)
+    problem = PlanInput(tick, SHAPE, LINKS, hosts=np.array(hosts), base_load=base and np.array(base))
     return finish_times(problem, np.array(work), moved, waves).tolist()
 
 

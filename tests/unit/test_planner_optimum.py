@@ -19,21 +19,20 @@ def least_bytes(problem: PlanInput, tolerance: float) -> float:
     solver = highspy.Highs()
     solver.silent()
     load: list[list] = [[] for _ in range(ranks)]
-    total = 0.0
-    cost = []
+    total, cost = 0.0, []
     variables: dict[tuple[int, int, int, int], tuple[object, object]] = {}
     for document, begin, end, home in granules(tick.query, problem.granularity):
-        total += float(count_pairs(begin, end)) * shape.groups
+        pairs = float(count_pairs(begin, end))
+        total += pairs * shape.groups
         for group in range(shape.groups):
             runs = [solver.addBinary() for _ in range(ranks)]
             solver.addConstr(sum(runs[1:], runs[0]) == 1)
             for server, run in enumerate(runs):
-                load[server].append(float(count_pairs(begin, end)) * run)
-                if server != home:
-                    cost.append((end - begin) * (shape.query_bytes + shape.output_bytes) * run)
+                load[server].append(pairs * run)
                 needs = solver.addVariable(0, 1)
                 solver.addConstr(needs >= run)
                 if server != home:
+                    cost.append((end - begin) * (shape.query_bytes + shape.output_bytes) * run)
                     cost.append((end - begin) * shape.key_value_bytes * needs)
                 variables[document, begin, group, server] = (run, needs)
     for (document, begin, group, server), (_, needs) in variables.items():
@@ -61,10 +60,9 @@ def small_problem(seed: int) -> PlanInput:
     random = np.random.default_rng(seed)
     ranks = int(random.integers(2, 4))
     lengths = (random.integers(1, 8, ranks) * STEP).tolist()
+    layout = Layout.from_rank_lengths([[length] for length in lengths])
     if seed % 2:
         layout = Layout.from_stream(lengths, ranks, -(-sum(lengths) // ranks // STEP) * STEP)
-    else:
-        layout = Layout.from_rank_lengths([[length] for length in lengths])
     return PlanInput(layout.tick(), SHAPE, PAIRS, tolerance=TOLERANCE, granularity=STEP)
 
 

@@ -92,8 +92,7 @@ def test_what_is_refused(fields: Any, words: str) -> None:
     ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
 ])  # fmt: skip
 def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
-    hosts = read_question(LISTS | fields).problem.hosts
-    assert hosts is not None and hosts.tolist() == expected
+    assert read_question(LISTS | fields).problem.hosts.tolist() == expected
 
 
 def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
