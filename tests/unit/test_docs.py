@@ -25,6 +25,12 @@ README = (ROOT / "README.md").read_text()
 CONFIG = (ROOT / "docs" / "config.md").read_text()
 
 
+def _linked(page: Path) -> list[Path]:
+    """Files of the checkout that a page has links to."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    return [page.parent / link for link in links if "://" not in link]
+
+
 def _table_below(page: str, heading: str) -> dict[str, str]:
     """First column, without backquotes, to second column."""
     section = page.split(f"# {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
@@ -51,12 +57,7 @@ def test_the_package_page_needs_no_file_beside_it() -> None:
 
 
 def test_every_page_is_linked_from_another() -> None:
-    linked = {
-        (page.parent / link).resolve()
-        for page in PAGES
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-        if "://" not in link
-    }
+    linked = {file.resolve() for page in PAGES for file in _linked(page)}
     assert {page.name for page in PAGES if page not in linked} == {"README.md"}
 
 
@@ -74,8 +75,7 @@ def test_the_pictures_show_what_the_pages_say() -> None:
 
 def test_public_names_are_documented() -> None:
     section = README.split("# Python\n")[1].split("\n### ")[0]
-    for name in set(deepspeed_cad.__all__) - {"__version__"}:
-        assert re.search(rf"\b{name}\b", section), name
+    assert set(deepspeed_cad.__all__) - {"__version__"} <= set(re.findall(r"\w+", section))
     for name in re.findall(r"deepspeed_cad\.(\w+)\(", README):
         assert hasattr(deepspeed_cad, name), name
 
@@ -84,10 +84,8 @@ def test_public_names_are_documented() -> None:
 def test_commands_exist(page: Path) -> None:
     text = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL))  # code
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"\bmake ([a-z-]+)", text):
-        assert target in targets, f"make {target}"
-    for name in re.findall(r"\bdeepspeed-cad ([a-z]+)", text):
-        assert name in SUBCOMMANDS, f"deepspeed-cad {name}"
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
+    assert set(re.findall(r"\bdeepspeed-cad ([a-z]+)", text)) <= set(SUBCOMMANDS)
     for module in re.findall(r"-m (deepspeed_cad[\w.]*)", text):
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
 
@@ -109,20 +107,16 @@ def test_command_lines_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_exist(page: Path) -> None:
-    text = page.read_text()
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in link:
-            assert (page.parent / link).exists(), link
-    for path in re.findall(r"\b((?:examples|tests|benchmarks|docs|csrc)/[\w/.-]*\w\.\w+)", text):
-        assert (ROOT / path).exists(), path
+    named = re.findall(r"\b((?:examples|tests|benchmarks|docs|csrc)/[\w/.-]*\w\.\w+)", page.read_text())
+    for path in [*_linked(page), *(ROOT / one for one in named)]:
+        assert path.exists(), path
 
 
 def test_options_of_the_example_exist() -> None:
-    source = (ROOT / "examples" / "finetune_deepspeed.py").read_text()
+    known = re.findall(r'"(--[a-z_-]+)"', (ROOT / "examples" / "finetune_deepspeed.py").read_text())
     for page in PAGES:
         for command in re.findall(r"finetune_deepspeed\.py((?:[^\n`]|\\\n)*)", page.read_text()):
-            for option in re.findall(r"--[a-z_-]+", command):
-                assert f'"{option}"' in source or option in ("--layers", "--hidden"), f"{page.name}: {option}"
+            assert set(re.findall(r"--[a-z_-]+", command)) <= {*known, "--layers", "--hidden"}, page.name
 
 
 def test_every_statistic_is_documented() -> None:
@@ -155,13 +149,11 @@ def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
     )
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = [one for cell in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for one in re.findall(r"`([^`]+)`", cell)]
-    messages = [text for text in quoted if " " in text and text not in COMMANDS]
+    no_messages = ("deepspeed-cad doctor", '"verify": 2', '"enabled": false')
+    messages = [text for text in quoted if " " in text and text not in no_messages]
     assert len(messages) > 80
     for message in messages:
         assert re.search(".*".join(map(re.escape, message.split("…"))), said), message
-
-
-COMMANDS = ("deepspeed-cad doctor", '"verify": 2', '"enabled": false')
 
 
 @pytest.mark.parametrize(("page", "base"), [("compare.md", "ulysses"), ("is-it-for-me.md", "dp")])
