@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -94,9 +95,7 @@ def test_where_a_closure_trains_it_is_looked_behind_it(check, host, by_name: boo
         (loss := weight.sum()).backward()
         return loss
 
-    def step() -> Any:
-        return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-
+    step = partial(optimizer.step, closure=closure) if by_name else partial(optimizer.step, closure)
     with pytest.raises(CADError, match="not active at the first optimizer step"):
         step()
     assert weight.item() == 1.0

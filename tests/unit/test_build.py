@@ -32,8 +32,7 @@ def program(path: Path, text: str = "exit 0") -> None:
 def test_the_first_on_the_path(machine: Path, names: list[str]) -> None:
     for name in names:
         program(machine / name)
-    found = build.find_compiler()
-    assert found is not None and found.command == (names[0],)
+    assert build.find_compiler().command == (names[0],)
     assert build.get_requires_for_build_wheel() == ["wheel"]
 
 
@@ -41,8 +40,7 @@ def test_the_one_that_is_named_and_no_other(machine: Path, monkeypatch: pytest.M
     program(machine / "g++")
     program(machine / "cache")
     monkeypatch.setenv("CXX", "cache g++ -m64")
-    found = build.find_compiler()
-    assert found is not None and found.command == ("cache", "g++", "-m64")
+    assert build.find_compiler().command == ("cache", "g++", "-m64")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.find_compiler() is None and build.get_requires_for_build_wheel() == ["wheel"]
     reason = build.compile_native(machine / "library.so")
@@ -52,8 +50,7 @@ def test_the_one_that_is_named_and_no_other(machine: Path, monkeypatch: pytest.M
 def test_without_a_compiler_pip_is_asked_for_one(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.get_requires_for_build_wheel() == build.get_requires_for_build_editable() == ["wheel", build.ZIGLANG]
     monkeypatch.setattr(build, "find_spec", lambda name: name == "ziglang")
-    found = build.find_compiler()
-    assert found is not None and found.command[:4] == (sys.executable, "-m", "ziglang", "c++")
+    assert build.find_compiler().command[:4] == (sys.executable, "-m", "ziglang", "c++")
     assert build.get_requires_for_build_wheel() == ["wheel"]
 
 

@@ -10,8 +10,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl", "torchtitan")
 RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
