@@ -12,18 +12,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import long_memory
 import pytest
+import steps
+from long_memory import MEASURED, PAGE, Measured, foreseen
+from rivals_table import kept_seconds
 from scripts import ROOT
 
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
-
-import long_memory  # noqa: E402
-import steps  # noqa: E402
-from long_memory import MEASURED, PAGE, Measured, foreseen  # noqa: E402
-from rivals_table import kept_seconds  # noqa: E402
-
-from deepspeed_cad.cli import main  # noqa: E402
-from deepspeed_cad.forecast.attention import WAIT  # noqa: E402
+from deepspeed_cad.cli import main
+from deepspeed_cad.forecast.attention import WAIT
 
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_ROOMS = "csrc", *(f"deepspeed_cad/{room}" for room in "attention exchange kernels planner schedule".split())
@@ -51,8 +48,8 @@ def by_arithmetic(result: Any, mode: str) -> float:
     return kept_seconds(result["modes"][mode]) / sum(result["modes"][f"{mode}:kept"]["step_seconds"])
 
 
-def memory(result: Any, mode: str = "cad", other: str = "ulysses") -> float:
-    return result["modes"][mode]["peak_GiB"] / result["modes"][other]["peak_GiB"]
+def kept_memory(result: Any, mode: str = "cad") -> float:
+    return result["modes"][mode]["peak_GiB"] / result["modes"]["ulysses:kept"]["peak_GiB"]
 
 
 def both(*of: Callable[[Any], float]) -> Callable[..., list[float]]:
@@ -75,9 +72,8 @@ def served(*results: Any) -> list[float]:
     pairs = list(zip(results[::2], results[1::2]))
     for a, b in pairs:
         assert (a["servers"], b["servers"], a["commit"], a["tokens"]) == (1, 0, b["commit"], b["tokens"])
-    speeds = [reserved["tokens_per_s"] / in_place["tokens_per_s"] for reserved, in_place in pairs]
+    speeds, idle, *_ = zip(*(beside_in_place(*pair) for pair in pairs))
     links = {round(reserved["link_GBps"]["between"]) for reserved, _ in pairs[2:]}
-    idle = [100 * reserved["ranks"][0]["servers_idle"] for reserved, _ in pairs]
     return [*(f(v) for v in (speeds[:2], speeds[2:]) for f in (min, max)), *links, min(idle), max(idle)]
 
 
@@ -103,7 +99,6 @@ SHARED = tuple(f"h100x4/shares_{divides}_b0dd75f.json" for divides in ("tensor",
 MILLION = "h200x2/train_million_256k_2r_594f82f.json"
 MILLION4, MILLION4_KEPT = (f"h200x4/train_million_256k_4r_{commit}.json" for commit in ("d9dea06", "c81e1fe"))
 WAVES, WAVED = 'cad@{"keep":"host","memory":1.3}', "h200x2/train_million_256k_2r_b12bcb0.json"
-
 KEEP = 'cad@{"keep":"host"}'
 
 
@@ -160,7 +155,6 @@ def unevenly_full(result: Any) -> list[float]:
 
 
 of_ulysses, kept_of_ulysses = partial(over, other="ulysses"), partial(over_kept, other="ulysses")
-kept_memory = partial(memory, other="ulysses:kept")
 README: list[tuple[str, str | tuple[str, ...], Callable[..., Any]]] = [
     ("nearly even ({:.2f}, of it {:.2f} by balance)", "h200x2/train_prolong_64k_2r_cad_2026-11-21.json",
      both(over, over_kept)),
