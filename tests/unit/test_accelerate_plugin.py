@@ -11,13 +11,14 @@ import training
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator, DeepSpeedPlugin, skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, InitProcessGroupKwargs
 from deepspeed_cad.integrations import accelerate as ours
 from deepspeed_cad.integrations.accelerate import CADPlugin
 
+import deepspeed_cad
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
@@ -139,10 +140,6 @@ def test_the_block_is_handed_to_deepspeed() -> None:
 def test_a_json_that_accelerate_does_not_read_on_a_cpu(monkeypatch, cad: dict[str, Any]) -> None:
     """ACCELERATE_USE_CPU leaves DeepSpeed out without a word."""
     pytest.importorskip("deepspeed")
-    from accelerate import DeepSpeedPlugin
-
-    import deepspeed_cad
-
     deepspeed_cad.install()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")  # set by Accelerate, put back afterwards
