@@ -86,8 +86,7 @@ class Attend:
         lengths = [(int(last - first), int(end - begin)) for first, last, begin, end in sequences]
         o, lse = self.kernel.forward(q, k, v, sequences_of(lengths, q.device), self.rule)
         if self.sinks_H is not None:
-            sinks = self.sinks_H if len(self.sinks_H) == q.shape[1] else self.sinks_H.view(-1, q.shape[1])[0]
-            o, lse = fold_sinks(o, lse, sinks)
+            o, lse = fold_sinks(o, lse, self.sinks_H)
         return o, lse
 
     def pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -108,11 +107,11 @@ class Attend:
         k_S1D, v_S1V = (torch.cat([x[first:end, g : g + 1] for _, end, first, g in at]) for x in (k, v))
         rows = np.cumsum([0, *(end - begin for begin, end, *_ in at)])
         keys = np.cumsum([0, *(end - first for _, end, first, _ in at)])
-        sinks, self.sinks_H = self.sinks_H, None
-        o, lse = self.call(q_RGD, k_S1D, v_S1V, list(zip(rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True)))
-        self.sinks_H = sinks
-        if sinks is not None:
-            by_row = torch.cat([sinks.view(groups, share)[g].expand(end - begin, share) for begin, end, _, g in at])
+        ends = list(zip(rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True))
+        o, lse = Attend(self.kernel, self.rule, None).call(q_RGD, k_S1D, v_S1V, ends)
+        if self.sinks_H is not None:
+            sinks = self.sinks_H.view(groups, share)
+            by_row = torch.cat([sinks[group].expand(end - begin, share) for begin, end, _, group in at])
             o, lse = fold_sinks(o, lse, by_row)
         o_THV, lse_TH = o.new_empty(len(q), q.shape[1], o.shape[2]), lse.new_empty(len(q), q.shape[1])
         for i, (begin, end, _, group) in enumerate(at):

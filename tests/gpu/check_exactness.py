@@ -1,14 +1,9 @@
 """A fast selection of benchmarks/gpu_exactness.py: every kernel mode of CAD once, not every combination."""
 
-import sys
 from itertools import product
-from pathlib import Path
-
-from lines import REFUSED, Found, Lines, Place
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_exactness import CHECKPOINTING, OVERLAPS, Case, Documents, check, references
+from lines import REFUSED, Found, Lines, Place
 from train_model import make_model
 
 from deepspeed_cad.kernels.interface import KernelNeed

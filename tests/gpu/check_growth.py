@@ -21,8 +21,6 @@ LEFT = 256 << 20
 """Bytes that the driver still has when areas grow by several times as much."""
 LEFT_FOR_WAVES = 640 << 20
 """The same where smaller waves must fit: what `check_waves` exchanges needs 1587 MiB at once, 465 in 12 waves."""
-
-
 ROWS = {"cuda": 200_000, "cpu": 300}
 """Of the document that every rank has and the next one serves."""
 
@@ -61,7 +59,7 @@ def one_round(place: Place, transport: Transport, plans: list[Schedule], seed: i
 
 def check_held(place: Place, name: str) -> Found:
     """What torch's allocator has cached, and nobody uses, is there for landing areas."""
-    transport = probe.choose_transport(name, group_of(place), place.device, place.gather, timeout_s=20.0)
+    transport = open_transport(place, name)
     small, large = make_swap(place.ranks, 50), make_swap(place.ranks, ROWS[place.device.type])
     wrong = one_round(place, transport, small, 1)
     hold(place, LEFT).clear()  # freed, and kept by torch's allocator
@@ -75,7 +73,7 @@ def check_held(place: Place, name: str) -> Found:
 
 def check_full(place: Place, name: str) -> Found:
     """One rank cannot grow: every rank says so, soon."""
-    transport = probe.choose_transport(name, group_of(place), place.device, place.gather, timeout_s=10.0)
+    transport = open_transport(place, name, 10.0)
     large = make_swap(place.ranks, ROWS[place.device.type])
     one_round(place, transport, make_swap(place.ranks, 50), 1)
     last = Round(large, place.rank, 2, 0, place.device)
@@ -88,17 +86,17 @@ def check_full(place: Place, name: str) -> Found:
         last.serve(transport)
         last.collect()
         place.synchronize()
-        found = (False, "no error")
+        return False, "no error"
     except CADError as error:
         seconds = time.perf_counter() - begun
-        found = (seconds < 30, f"after {seconds:.1f} s: {type(error).__name__}: {str(error)[:300]}")
-    held.clear()
-    return found
+        return seconds < 30, f"after {seconds:.1f} s: {type(error).__name__}: {str(error)[:300]}"
+    finally:
+        held.clear()
 
 
 def check_waves(place: Place, name: str) -> Found:
     """A tick for which one rank lacks memory goes in waves that fit, on all; its exchanges need no more than that."""
-    transport = probe.choose_transport(name, group_of(place), place.device, place.gather, timeout_s=20.0)
+    transport = open_transport(place, name)
     rows = ROWS[place.device.type]
     tick = Layout.from_rank_lengths([[rows]] * place.ranks).tick()
     tasks = np.array([(r, 0, rows, 0, GROUPS, (r + 1) % place.ranks) for r in range(place.ranks)], np.int64)
@@ -133,5 +131,6 @@ def check_waves(place: Place, name: str) -> Found:
     return waves > 1 and not wrong and not grown, f"{found}; {wrong} values are wrong, {grown >> 20} MiB came later"
 
 
-def group_of(place: Place) -> dist.ProcessGroup:
-    return dist.new_group(backend="nccl" if place.on_gpu else "gloo")
+def open_transport(place: Place, name: str, timeout_s: float = 20.0) -> Transport:
+    group = dist.new_group(backend="nccl" if place.on_gpu else "gloo")
+    return probe.choose_transport(name, group, place.device, place.gather, timeout_s=timeout_s)

@@ -8,11 +8,12 @@ Each case first runs without what guards it: only where memory is spoiled then d
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from check_growth import make_swap, one_round
@@ -230,32 +231,20 @@ def spoil(place: Place, sizes: list[int]) -> int:
     others when all streams are done."""
     taken = []
     for size in filter(None, sizes):
-        before = reserved(place)
-        taken.append(filled(place, size))
-        while place.on_gpu and reserved(place) == before:  # else it was memory that the allocator did not have before
-            taken.append(filled(place, size))
+        fill = partial(torch.full, (size,), MARK, dtype=torch.uint8, device=place.device)
+        before = torch.cuda.memory_reserved(place.device)
+        taken.append(fill())
+        # Else it was memory that the allocator did not have before.
+        while place.on_gpu and torch.cuda.memory_reserved(place.device) == before:
+            taken.append(fill())
     place.synchronize()
     return sum(int((x != MARK).sum()) for x in taken)
 
 
-def filled(place: Place, size: int) -> torch.Tensor:
-    return torch.full((size,), MARK, dtype=torch.uint8, device=place.device)
-
-
-def reserved(place: Place) -> int:
-    return torch.cuda.memory_reserved(place.device)
-
-
 @contextmanager
 def unguarded() -> Iterator[None]:
-    rooms: list[Any] = [parking, nccl, landed]
-    guards, end = [room.leave_to_streams for room in rooms], overlap.Return.__del__
-    for room in rooms:
-        room.leave_to_streams = lambda *_: None
-    overlap.Return.__del__ = lambda self: None  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        for room in (parking, nccl, landed):
+            stack.enter_context(mock.patch.object(room, "leave_to_streams", lambda *_: None))
+        stack.enter_context(mock.patch.object(overlap.Return, "__del__", lambda self: None))
         yield
-    finally:
-        for room, guard in zip(rooms, guards, strict=True):
-            room.leave_to_streams = guard
-        overlap.Return.__del__ = end  # type: ignore[method-assign]

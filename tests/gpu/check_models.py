@@ -10,24 +10,21 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from deepspeed_cad.integrations import spanning
 from lines import Found, Lines, Place
 from model_cases import known_kind, randomized, tiny_config
+from shares_step import divide
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from shares_step import divide
 
 import deepspeed_cad
 from deepspeed_cad.session import close_session
@@ -193,15 +190,11 @@ def alone(model: PreTrainedModel, lengths: list[int]) -> Results:
 def own_code(model: PreTrainedModel) -> Iterator[None]:
     """Layers that carry state run the torch code of transformers: the kernels of other packages know no fp64."""
     home = sys.modules[type(model).__module__]
-    names = [name for name in vars(home) if name.startswith(("torch_", "causal_conv1d"))]
-    kernels = {name: getattr(home, name) for name in names if inspect.isroutine(getattr(home, name))}
-    for name, kernel in kernels.items():
-        setattr(home, name, inspect.unwrap(kernel))
-    try:
+    with ExitStack() as stack:
+        for name, kernel in list(vars(home).items()):
+            if name.startswith(("torch_", "causal_conv1d")) and inspect.isroutine(kernel):
+                stack.enter_context(mock.patch.object(home, name, inspect.unwrap(kernel)))
         yield
-    finally:
-        for name, kernel in kernels.items():
-            setattr(home, name, kernel)
 
 
 def errors(found: Results, exact: Results) -> dict[str, float]:

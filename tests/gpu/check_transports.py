@@ -4,9 +4,9 @@ and what a rank says when another one leaves an exchange out.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -66,11 +66,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
     if place.own_gpu:
         checks["passes attention"] = partial(check_passes, place=place)
 
-    def choice() -> Found:
-        transport = probe.choose_transport("auto", group, device, agree)
-        transport.close()
-        return transport.name == expected_choice(place), transport.name
-
     names = ["c10d"] if not place.on_gpu else ["mixed"] if place.hosts else ["nvlink", "nccl", "c10d"]
     where = f", hosts {','.join(map(str, place.hosts))}" if place.hosts else ""
     if case:
@@ -78,6 +73,7 @@ def run(place: Place, lines: Lines, case: str) -> None:
         left_out = partial(check_timeout, name, what == TIME_OUT, group, place, agree)
         lines.check(f"transport {name}", f"{what}{where}", left_out)
         return
+    choice = partial(opened, lambda transport: (transport.name == expected_choice(place), transport.name), "auto")
     lines.check("transport auto", f"choice{where}", choice)
     for name in names:
         for what, check in checks.items():
@@ -109,14 +105,6 @@ def home_tensor(schedule: Schedule, kind: int, width: int, dtype: torch.dtype, s
     return torch.randn(rows, GROUPS, width + 8, generator=generator, device=device).to(dtype)[..., :width]
 
 
-@dataclass
-class Arrived:
-    tensors: list[torch.Tensor]
-
-    def wait(self) -> list[torch.Tensor]:
-        return self.tensors
-
-
 class Round:
     FIELDS = ((QUERY, 256, torch.bfloat16), (KEY, 64, torch.bfloat16), (KEY, 32, torch.bfloat16))
 
@@ -134,16 +122,14 @@ class Round:
         """Check what arrived; what goes back is what arrived times a number of this rank."""
         arrived = self.out.wait()
         self.wrong = self.differences(arrived)
-        given = [(x.float() * self.factor(self.rank)).to(x.dtype) for x in arrived]
-        self.given = given
+        self.given = [(x.float() * self.factor(self.rank)).to(x.dtype) for x in arrived]
         self.target = [torch.full_like(home, 0.5) for home in self.homes[self.rank]]
-        back = [
-            Returning(kind, x, home, add=kind == KEY) for (kind, _, _), x, home in zip(self.FIELDS, given, self.target)
-        ]
-        lse = torch.zeros(self.homes[self.rank][0].shape[:2], device=self.device).unsqueeze(2)
+        self.lse_target = torch.zeros(self.homes[self.rank][0].shape[:2], device=self.device).unsqueeze(2)
         served = int(self.own.served_rows[self.rank, QUERY])
-        self.lse, self.lse_target = torch.full((served, 1), float(self.rank + 1), device=self.device), lse
-        fields = [*back, Returning(QUERY, self.lse, lse)]
+        self.lse = torch.full((served, 1), float(self.rank + 1), device=self.device)
+        columns = zip(self.FIELDS, self.given, self.target)
+        back = [Returning(kind, x, home, add=kind == KEY) for (kind, *_), x, home in columns]
+        fields = [*back, Returning(QUERY, self.lse, self.lse_target)]
         self.back = transport.give_back(self.own, fields, self.nano_batch, self.moment)
 
     def differences(self, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -267,7 +253,7 @@ def check_passes(transport: Transport, place: Place) -> Found:
         place.synchronize()
         # The first one opens connections and makes room.
         shares.append(begun.elapsed_time(moved) / begun.elapsed_time(attended))
-        one.out = Arrived(arrived)
+        one.out = SimpleNamespace(wait=partial(list, arrived))
         one.serve(transport)
         one.collect()
         wrong += one.wrong

@@ -208,9 +208,8 @@ def start(launch: Launch, options: argparse.Namespace, folder: Path, seconds: fl
 
 
 def _line(launch: Launch, state: str, detail: str, rank: int = 0) -> dict[str, Any]:
-    return {
-        "what": launch.group, "case": launch.case, "state": state, "rank": rank, "seconds": 0.0, "detail": detail
-    }  # fmt: skip
+    found = {"state": state, "rank": rank, "seconds": 0.0, "detail": detail}
+    return {"what": launch.group, "case": launch.case, **found}
 
 
 def explained(launch: Launch, said: str, ranks: int) -> bool:
@@ -347,9 +346,8 @@ def main(argv: list[str] | None = None) -> int:
         for wave in WAVES:
             groups = [group for group in wave if group in options.only]
             with ThreadPoolExecutor(max(1, len(groups) if options.device == "cuda" else 1)) as pool:
-                jobs = [
-                    pool.submit(run_group, group, options, Path(folder), begun + options.budget) for group in groups
-                ]
+                until = begun + options.budget
+                jobs = [pool.submit(run_group, group, options, Path(folder), until) for group in groups]
                 for job in jobs:
                     ended += job.result()
     rows = merge(ended)

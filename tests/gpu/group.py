@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("tests", "", "tests/gpu", "benchmarks")]
 
 from lines import Lines, Place  # noqa: E402
 
