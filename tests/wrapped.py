@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import training
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_cad
 
@@ -24,20 +25,11 @@ def fsdp2(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     return model
 
 
-def _checkpointing(model: torch.nn.Module) -> torch.nn.Module:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return fsdp2(model)
-
-
 def _checkpoint_wrappers(model: torch.nn.Module) -> torch.nn.Module:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     apply_activation_checkpointing(model, check_fn=lambda module: type(module) in {type(layers(model)[0])})
     return fsdp2(model)
-
-
-def _lora(model: torch.nn.Module) -> torch.nn.Module:
-    return fsdp2(training.with_lora(model))
 
 
 def _compiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -56,19 +48,16 @@ def _fsdp1(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, **settings)
 
 
-def _ddp(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
-    return torch.nn.parallel.DistributedDataParallel(model, **settings)
-
-
 def _frozen_embedding(model: torch.nn.Module) -> torch.nn.Module:
     model.get_input_embeddings().requires_grad_(False)
-    return _ddp(model)
+    return DistributedDataParallel(model)
 
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 WAYS: dict[str, Wrap] = {
-    "FSDP2": fsdp2, "FSDP2, checkpointing": _checkpointing, "FSDP2, checkpoint wrappers": _checkpoint_wrappers,
-    "FSDP2, compiled layers": _compiled, "FSDP2, LoRA": _lora, "FSDP2, root": fully_shard, "FSDP1": _fsdp1,
+    "FSDP2": fsdp2, "FSDP2, checkpointing": lambda model: fsdp2(training.checkpointed(model, True)),
+    "FSDP2, checkpoint wrappers": _checkpoint_wrappers, "FSDP2, compiled layers": _compiled,
+    "FSDP2, LoRA": lambda model: fsdp2(training.with_lora(model)), "FSDP2, root": fully_shard, "FSDP1": _fsdp1,
     "DDP, frozen embedding": _frozen_embedding,
 }  # fmt: skip
 LATE = ["FSDP2, checkpoint wrappers", "FSDP1"]
@@ -78,7 +67,7 @@ ON_GPUS: dict[str, Wrap] = {
     "FSDP2, kept": functools.partial(fsdp2, reshard_after_forward=False),
     "FSDP1, flat": functools.partial(_fsdp1, use_orig_params=False, forward_prefetch=True, limit_all_gathers=False),
     "FSDP1, on the host": functools.partial(_fsdp1, cpu_offload=CPUOffload(offload_params=True)),
-    "DDP, static": functools.partial(_ddp, static_graph=True, gradient_as_bucket_view=True),
+    "DDP, static": functools.partial(DistributedDataParallel, static_graph=True, gradient_as_bucket_view=True),
 }
 """What differs from these only on GPUs: in streams, and in what waits on the host."""
 
