@@ -25,7 +25,6 @@ class Clock:
     _marks: int = 0
 
     def add(self, stream: Hashable, what: str, key: Hashable, seconds: float = 0.0) -> None:
-        """Queue something."""
         self.streams[stream].append(Op(what, key, seconds))
 
     def mark(self) -> Hashable:
@@ -40,28 +39,23 @@ class Clock:
         at: dict[Hashable, float] = dict.fromkeys(left, 0.0)
         free: dict[Hashable, float] = defaultdict(float)
         moments: dict[Hashable, float] = {}
-        while any(left.values()):
+        while heads := {name: ops[-1] for name, ops in left.items() if ops}:
             ready: list[tuple[float, float, Hashable]] = []
-            for name, ops in left.items():
-                if not ops:
-                    continue
-                op, start = ops[-1], at[name]
+            for name, op in heads.items():
+                start = at[name]
                 if op.what == "await":
                     start = max(start, moments.get(op.key, float("inf")))
                 elif op.what == "work":
                     start = max(start, free[op.key])
                 elif op.what == "meet":
-                    others = [other for other in left if other != name and left[other] and left[other][-1] == op]
-                    start = max(start, at[others[0]]) if others else float("inf")
+                    others = [at[other] for other in heads if other != name and heads[other] == op]
+                    start = max(start, others[0]) if others else float("inf")
                 ready.append((start, at[name], name))
             start, _, name = min(ready, key=lambda one: one[:2])
-            assert start < float("inf"), f"all wait: {[(one, ops[-1]) for one, ops in left.items() if ops]}"
-            op = left[name][-1]
+            assert start < float("inf"), f"all wait: {heads}"
+            op = heads[name]
             end = start + op.seconds
-            met = [name]
-            if op.what == "meet":
-                met = [other for other in left if left[other] and left[other][-1] == op]
-            for one in met:
+            for one in [other for other in heads if heads[other] == op] if op.what == "meet" else [name]:
                 left[one].pop()
                 at[one] = end
             if op.what == "work":
