@@ -40,7 +40,7 @@ class Network:
     """Exchanges among ranks that one thread runs step by step: first all of them send, then all of them wait. With
     more waves than are under way at once each rank has a thread, because steps of ranks wait for each other."""
 
-    def __init__(self, ranks: int, log: list[str] | None = None) -> None:
+    def __init__(self, ranks: int, log: list[str]) -> None:
         self.log = log
         self.transports = [NetworkTransport(self, rank) for rank in range(ranks)]
         self.sent: dict[tuple[int, int], tuple[Schedule, list[Any]]] = {}
@@ -51,10 +51,6 @@ class Network:
         with self.news:
             assert self.news.wait_for(lambda: (exchange, peer) in self.sent, 10), f"rank {peer} starts no {exchange}"
             return self.sent[exchange, peer]
-
-    def say(self, what: str) -> None:
-        if self.log is not None:
-            self.log.append(what)
 
 
 @dataclass
@@ -107,7 +103,7 @@ class NetworkTransport:
                 assert one.served.shape[0] == schedule.served_rows[schedule.rank, one.kind]
                 assert one.served.is_contiguous(), f"strides {one.served.stride()} cannot be returned"
                 assert one.served.dtype == one.home.dtype or (one.add and one.home.dtype == torch.float32)
-        self.network.say(what)
+        self.network.log.append(what)
         self.exchanges += 1
         self.shipped.append([f.home.shape[2] for f in fields])
         data = [f.served.clone() if isinstance(f, Returning) else f.home.detach().clone() for f in fields]
@@ -131,7 +127,7 @@ class _Dispatched:
     lane: tuple[int, int]
 
     def wait(self) -> list[torch.Tensor]:
-        self.own.network.say("wait out")
+        self.own.network.log.append("wait out")
         me, mine = self.own.rank, self.schedule
         arrived = []
         for i, f in enumerate(self.fields):
@@ -156,7 +152,7 @@ class _Returned:
     exchange: int
 
     def wait(self) -> None:
-        self.own.network.say("wait back")
+        self.own.network.log.append("wait back")
         me, mine = self.own.rank, self.schedule
         for i, f in enumerate(self.fields):
             wide = torch.promote_types(f.home.dtype, torch.float32)
@@ -195,16 +191,11 @@ def rows_of(layout: Layout, rank: int, dtype: torch.dtype = torch.float64) -> di
     return made
 
 
-@dataclass
-class Expected:
-    """By ranks: O, dQ, dK, dV of its rows from each document alone, and the gradient of the sinks over all of them."""
-
-    ranks: list[dict[str, torch.Tensor]]
-    sinks: torch.Tensor | None
-
-
-def expected_of(layout: Layout, rule: MaskRule, sinks: torch.Tensor | None, dtype: torch.dtype) -> Expected:
-    """What is right, in fp64, for inputs that are rounded to `dtype`; zero in padding."""
+def expected_of(
+    layout: Layout, rule: MaskRule, sinks: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
+    """By ranks: O, dQ, dK, dV of its rows from each document alone, zero in padding; and the gradient of the sinks over
+    all of them. In fp64, for inputs that are rounded to `dtype`."""
     rows = [rows_of(layout, rank) for rank in range(layout.ranks)]
     made = [{"o": torch.zeros_like(mine["do"]), **{f"d{n}": torch.zeros_like(mine[n]) for n in "qkv"}} for mine in rows]
     leaf = None if sinks is None else sinks.detach().to(dtype).double().clone().requires_grad_()
@@ -219,7 +210,7 @@ def expected_of(layout: Layout, rule: MaskRule, sinks: torch.Tensor | None, dtyp
             made[rank]["o"][here] = o.detach()[begin:end]
             for n, x in zip("qkv", inputs, strict=True):
                 made[rank][f"d{n}"][here] = x.grad[begin:end]
-    return Expected(made, None if leaf is None else leaf.grad)
+    return made, None if leaf is None else leaf.grad
 
 
 @dataclass
@@ -235,7 +226,7 @@ class Ranks:
     seed: int = 0
     kernel: Kernel = field(default_factory=LseTransposed)
     dtype: torch.dtype = torch.float64
-    log: list[str] | None = None
+    log: list[str] = field(default_factory=list)
     tasks: list[np.ndarray] | None = None
     """By ticks; random where not given."""
     waves: int = 1
@@ -306,17 +297,17 @@ class Ranks:
 
     def errors(self, outputs: list[torch.Tensor]) -> dict[str, float]:
         """Of O, dQ, dK, dV and the sinks' gradient, over all ranks: root mean square, as a share of what is right."""
-        right = expected_of(self.layout, self.rule, self.sinks, self.dtype)
+        right, sinks = expected_of(self.layout, self.rule, self.sinks, self.dtype)
         found: dict[str, float] = {}
         for name in ("o", "dq", "dk", "dv"):
             pairs = [
-                ((outputs[r].detach() if name == "o" else self.leaves[r][name[1]].grad).double(), right.ranks[r][name])
+                ((outputs[r].detach() if name == "o" else self.leaves[r][name[1]].grad).double(), right[r][name])
                 for r in range(self.layout.ranks)
             ]
             wrong = sum(float((one - other).square().sum()) for one, other in pairs)
             # Where a row sees itself alone dQ is zero.
             found[name] = (wrong / max(sum(float(other.square().sum()) for _, other in pairs), 1.0)) ** 0.5
-        if right.sinks is not None:
+        if sinks is not None:
             total = torch.stack([leaf["sinks"].grad.double() for leaf in self.leaves]).sum(0)
-            found["dsinks"] = float((total - right.sinks).norm() / right.sinks.norm())
+            found["dsinks"] = float((total - sinks).norm() / sinks.norm())
         return found
