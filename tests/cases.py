@@ -19,10 +19,8 @@ STREAMS: dict[str, tuple[list[int], int, int]] = {
 
 
 def layouts() -> dict[str, Layout]:
-    """Every named layout."""
     found = {name: Layout.from_rank_lengths(lengths) for name, lengths in RANK_LENGTHS.items()}
-    found.update({name: Layout.from_stream(*stream) for name, stream in STREAMS.items()})
-    return found
+    return found | {name: Layout.from_stream(*stream) for name, stream in STREAMS.items()}
 
 
 def random_tasks(tick: Tick, groups: int, rng: np.random.Generator, granularity: int = 16) -> np.ndarray:

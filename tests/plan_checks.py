@@ -27,9 +27,8 @@ def check_solution(problem: PlanInput, found: Solution) -> None:
     np.testing.assert_allclose(found.work, work_of(problem, found.tasks), rtol=1e-12)
     np.testing.assert_allclose(found.work_before, work_at_home(problem), rtol=1e-12)
     expected = count_flows(problem, found.tasks)
-    np.testing.assert_array_equal(found.flows.bytes, expected.bytes)
-    np.testing.assert_array_equal(found.flows.pairs, expected.pairs)
-    np.testing.assert_array_equal(found.flows.parts, expected.parts)
+    for name in ("bytes", "pairs", "parts"):
+        np.testing.assert_array_equal(getattr(found.flows, name), getattr(expected, name), name)
     np.testing.assert_allclose(found.flows.waiting, expected.waiting, rtol=1e-12)
     slices = build_slices(problem.tick, found.tasks, problem.window)
     np.testing.assert_array_equal(found.flows.served, slices.served_rows.T)
@@ -218,8 +217,7 @@ def random_problem(seed: int, part: int | None = None) -> PlanInput:
     return PlanInput(
         tick, shape, cost, window=rng.choice((None, None, None, 1, 64, 700)),
         tolerance=rng.choice((0.0, 0.01, 0.05, 0.2)), granularity=rng.choice((1, 16, 128, 128, 5000)), base_load=base,
-        speed=speed, hosts=hosts, waves=rng.choice(((1,), (1, 2), (1, 2, 4, 8))),
-        alternation=alternation,
+        speed=speed, hosts=hosts, waves=rng.choice(((1,), (1, 2), (1, 2, 4, 8))), alternation=alternation,
     )  # fmt: skip
 
 
