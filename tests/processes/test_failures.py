@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from padded import loss_and_gradients, padded
 from pool import WorkerPool
+from told import loss_and_gradients, padded
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import deepspeed_cad

@@ -8,7 +8,7 @@ import pytest
 import torch
 import training
 from model_cases import tiny_model
-from padded import assert_same, loss_and_gradients, padded
+from told import assert_same, loss_and_gradients, padded
 
 import deepspeed_cad
 from deepspeed_cad.ahead.documents import Announcement
