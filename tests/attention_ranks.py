@@ -64,6 +64,7 @@ class NetworkTransport:
     two_ways: bool = False
     exchanges: int = 0
     bytes_sent: int = 0
+    landing_bytes: int = 0
     shipped: list[list[int]] = field(default_factory=list)
     """The width of every field, by exchange."""
     nano_batches: list[int] = field(default_factory=list)
@@ -87,8 +88,6 @@ class NetworkTransport:
         for area in self.landed.pop((nano_batch, moment.wave % OUT), []):
             area.fill_(float("nan"))
         return back
-
-    landing_bytes: int = 0
 
     def make_room(self, schedules: Any, room: Any, nano_batch: int) -> None: ...
 

@@ -28,8 +28,7 @@ def told(docs: list[torch.Tensor], form: str) -> dict[str, Any]:
     if "numbers" in form:
         batch["attention_mask"] = numbers
     if "bool" in form or "additive" in form:
-        shown = (numbers[:, :, None] == numbers[:, None]) & (numbers[:, :, None] > 0)
-        shown = shown.tril()[:, None]
+        shown = ((numbers[:, :, None] == numbers[:, None]) & (numbers[:, :, None] > 0)).tril()[:, None]
         added = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, torch.finfo(torch.float64).min)
         batch["attention_mask"] = shown if "bool" in form else added
     return batch
@@ -57,9 +56,3 @@ def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[floa
         loss = torch.nn.functional.cross_entropy(logits, targets)
     loss.backward()
     return float(loss.detach()), training.gradients(model)
-
-
-def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
-    assert abs(ours[0] - theirs[0]) < tolerance
-    for name, gradient in theirs[1].items():
-        assert (ours[1][name] - gradient).abs().max() < tolerance, name
