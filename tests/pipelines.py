@@ -78,8 +78,9 @@ def summed_gradients(engine: Any) -> dict[str, torch.Tensor]:
     def add(engine: Any) -> None:
         for name, p in engine.module.named_parameters():
             if p.requires_grad:
-                torch.distributed.all_reduce(p.grad, group=group)
-                total[name] += p.grad / replicas
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                torch.distributed.all_reduce(gradient, group=group)
+                total[name] += gradient / replicas
                 p.grad = None
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: add}

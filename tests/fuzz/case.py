@@ -43,10 +43,6 @@ class Form:
     documents; "blocks": four axes, true and false; "bias": four axes, added to scores."""
 
     @property
-    def pads(self) -> bool:
-        return self.shape in ("rows", "left", "right")
-
-    @property
     def tells(self) -> bool:
         return self.positions == "again" or self.lengths or self.mask not in ("", "ones") or self.shape in FLAT
 
@@ -196,9 +192,8 @@ class Case:
 
     def hits(self, rank: int, epoch: int, at: int, kind: str) -> bool:
         plant = self.plant
-        if plant is None or plant.kind != kind or plant.rank not in (rank, ALL):
-            return False
-        return (plant.epoch, plant.at) == (epoch, at)
+        here = plant is not None and plant.rank in (rank, ALL)
+        return here and (plant.kind, plant.epoch, plant.at) == (kind, epoch, at)
 
 
 # Cases of seeds

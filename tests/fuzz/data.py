@@ -12,7 +12,7 @@ import random
 import torch
 
 import deepspeed_cad
-from fuzz.case import FORMS, Case, Form
+from fuzz.case import FLAT, FORMS, Case, Form
 
 ORACLE = {"document": -1, "place": 0, "reads": 0, "shift_labels": -100}
 """Fields that the model is not given, and what padding has there."""
@@ -124,6 +124,6 @@ def _in_form(batch: dict[str, torch.Tensor], form: Form, dtype: str) -> dict[str
         zeros = torch.zeros(sees.shape, dtype=torch.float64 if dtype == "fp64" else torch.float32)
         bias = zeros.masked_fill(~sees, torch.finfo(zeros.dtype).min)
         batch["attention_mask"] = sees if form.mask == "blocks" else bias
-    elif form.mask == "ones" or form.pads:
+    elif form.mask == "ones" or form.shape in ("rows", *FLAT):
         batch["attention_mask"] = taken.long()
     return batch

@@ -1,6 +1,6 @@
 """One rank plays a case whose model is cut into stages: losses and gradients of steps, and of evaluations between.
 
-The steps are DeepSpeed's, without its optimizer: gradients stand in place of the weights until they are read, by the
+The steps are DeepSpeed's, without its optimizer: gradients stand in place of the weights while they are read, by the
 names that weights have in the unmodified model, and are compared with those of each document alone there.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pipelines import config, start
+from pipelines import config, start, summed_gradients
 
 import deepspeed_cad
 from fuzz.case import FORMS, Case
@@ -34,39 +34,19 @@ def run_pipeline(case: Case, rank: int, played: Played) -> None:
 
 class _Pipeline:
     def __init__(self, case: Case, rank: int, played: Played) -> None:
-        start()
+        deepspeed = start()
         self.case, self.rank, self.played = case, rank, played
         self.reference, self.tolerance = model_of(case), tolerance_of(case)
         self.module = deepspeed_cad.to_pipeline(
             model_of(case), case.stages, activation_checkpoint_interval=int(bool(case.checkpoint))
         )
         reentrant = {"use_reentrant": case.checkpoint == "reentrant"}
-        self.engine = self._open(config(case.accumulation, pipeline=reentrant, cad=whole_block(case)))
+        settings = config(case.accumulation, pipeline=reentrant, cad=whole_block(case))
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+        self.engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=settings)
+        self.sums = summed_gradients(self.engine)
         self.replica = self.engine.grid.get_data_parallel_id()
         self.replicas = self.engine.grid.get_data_parallel_world_size()
-        self.found: dict[str, torch.Tensor] = {}
-
-    def _open(self, settings: dict[str, Any]) -> Any:
-        import deepspeed
-        from deepspeed.runtime.pipe.schedule import OptimizerStep
-
-        optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
-        engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=settings)
-        engine.pipeline_enable_backward_allreduce = False  # it refuses fp64
-        group = engine.grid.get_data_parallel_group()
-
-        def step(engine: Any) -> None:
-            weights = [parameter.data for parameter in self.module.parameters()]
-            for parameter in self.module.parameters():
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.distributed.all_reduce(gradient, group=group)
-                parameter.grad, parameter.data = None, gradient / self.replicas
-            self.found = self.module.named_weights()
-            for parameter, weight in zip(self.module.parameters(), weights, strict=True):
-                parameter.data = weight
-
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: step}
-        return engine
 
     def batches(self, indices: range) -> Iterator[Any]:
         for index in indices:
@@ -96,15 +76,26 @@ class _Pipeline:
 
     def train(self, step: int, batches: Iterator[Any]) -> None:
         self.reference.zero_grad()
+        for gradient in self.sums.values():
+            gradient.zero_()
         loss = float(self.engine.train_batch(batches))
         self._compare("training", step, loss, self.expected(step * self.case.accumulation, gradients=True))
         wanted = {name: value.grad for name, value in self.reference.named_parameters() if value.grad is not None}
         largest = max(float(gradient.abs().max()) for gradient in wanted.values())
         limit = 10 * self.tolerance if self.case.dtype == "fp64" else 1e-4
-        for name, gradient in self.found.items():
+        for name, gradient in self.gradients().items():
             if name in wanted and not (off := float((gradient - wanted[name]).abs().max()) / largest) <= limit:
                 self.played.wrong.append(f"rank {self.rank}, step {step}: gradient of {name} off by {off:.3g}")
         self.played.trained += self.case.accumulation
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        weights = {name: parameter.data for name, parameter in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters():
+            parameter.data = self.sums[name]
+        found = self.module.named_weights()
+        for name, parameter in self.module.named_parameters():
+            parameter.data = weights[name]
+        return found
 
     def evaluate(self, step: int) -> None:
         first = EVALUATED - self.case.accumulation * (step % 2)

@@ -28,8 +28,6 @@ RSS_MIB = 8
 """How much resident memory may grow after warming up: what allocators keep, not what 10,000 micro-batches would."""
 CAUGHT_AT = 7
 """The micro-batch of an epoch whose backward an exception prevents, on every rank."""
-
-
 Sample = Counter[str]
 """What a rank holds between two epochs: threads, files, store keys, MiB of memory; then objects by type."""
 
