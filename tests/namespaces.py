@@ -93,16 +93,11 @@ class Hosts:
 
     def remove(self) -> None:
         for process in self._started:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            with process:  # closes its pipes, and waits
+                process.kill()
         for space in map(self.space, range(self.count)):
             # What a launcher started outlives it.
-            found = subprocess.run(
-                ["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20, check=False
-            )
+            found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=20)
             for pid in map(int, found.stdout.split()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
