@@ -51,7 +51,6 @@ class Script:
             os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -40,11 +40,9 @@ class Job:
             )  # fmt: skip
 
     def serve(self, name: str, *words: str) -> Script:
-        """A server that joins."""
         return self.start(name, ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{self.port}", *words])
 
     def said(self, name: str) -> str:
-        """What a process wrote."""
         return (self.folder / name).read_text()
 
     def wait_for(self, name: str, words: str) -> None:

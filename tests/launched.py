@@ -45,12 +45,10 @@ def trained(words: list[str] | int, folder: Path, *script: str) -> dict[str, Any
 
 
 def torchrun(processes: int) -> list[str]:
-    """The words of torchrun."""
     return ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
 
 
 def deepspeed_launcher(processes: int) -> list[str]:
-    """The words of `deepspeed`."""
     launcher = "from deepspeed.launcher.runner import main; main()"
     return ["-c", launcher, "--num_gpus", str(processes), "--master_port", str(free_port())]
 

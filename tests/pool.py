@@ -167,7 +167,6 @@ class WorkerPool:
         return errors, results
 
     def close(self) -> None:
-        """Stop the workers."""
         for process, pipe in self._workers:
             if process.is_alive():
                 pipe.send(None)

@@ -43,7 +43,6 @@ def deepspeed_experts() -> torch.nn.Module:
 
 
 def documents(lengths: list[int], seed: int) -> list[torch.Tensor]:
-    """Token ids of documents."""
     gen = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 64, (n,), generator=gen) for n in lengths]
 
@@ -53,14 +52,8 @@ def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     if not docs:
         empty = torch.zeros(1, 0, dtype=torch.long)
         return {"input_ids": empty, "position_ids": empty, "labels": empty}
-    labels = [doc.clone() for doc in docs]
-    for label in labels:
-        label[0] = -100
-    return {
-        "input_ids": torch.cat(docs)[None],
-        "position_ids": torch.cat([torch.arange(len(doc)) for doc in docs])[None],
-        "labels": torch.cat(labels)[None],
-    }
+    ids, positions = torch.cat(docs)[None], torch.cat([torch.arange(len(doc)) for doc in docs])[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
 def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -161,9 +154,7 @@ def figures() -> dict[str, Any]:
     session = current_session()
     assert session is not None and session.transport is not None
     statistics = session.statistics
-    return {
-        "sent": session.transport.bytes_sent, "before": statistics.imbalance_before, "after": statistics.imbalance,
-    }  # fmt: skip
+    return {"sent": session.transport.bytes_sent, "before": statistics.imbalance_before, "after": statistics.imbalance}
 
 
 def assert_moved(found: list[dict[str, Any]], within: float) -> None:
