@@ -12,6 +12,7 @@ from pool import WorkerPool
 from training import BLOCK
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
+ALTERNATE, TOGETHER, STREAM = {"overlap": "interleave"}, {"forward_only": "balanced"}, ("stream",)
 
 
 def loop(world: int = 2, block: dict[str, Any] | None = None, **changes: Any) -> Case:
@@ -34,11 +35,6 @@ def play(workers: WorkerPool, case: Case) -> list[Played]:
     return trainers
 
 
-def interleaved(**block: Any) -> dict[str, Any]:
-    return {"overlap": "interleave", **block}
-
-
-LOOKS = {"forward_only": "balanced"}
 RIGHT: dict[str, Case] = {
     # Loaders of unequal lengths that every rank leaves at the same place.
     "break": loop(batches=(3, 4), stop=3, epochs=3),
@@ -47,36 +43,36 @@ RIGHT: dict[str, Case] = {
     "islice, two in a step": loop(batches=(3, 4), stop=3, epochs=3, accumulation=2, islice=True),
     "break, four in a step": loop(batches=(3, 4), stop=3, epochs=3, accumulation=4),
     # Ways to say where documents are.
-    "cumulative lengths": loop(block=interleaved(), forms=("row none lengths ones",)),
-    "padded on the right": loop(block=interleaved(), forms=("right",)),
-    "padded on the left": loop(block=interleaved(), forms=("left",)),
+    "cumulative lengths": loop(block=ALTERNATE, forms=("row none lengths ones",)),
+    "padded on the right": loop(block=ALTERNATE, forms=("right",)),
+    "padded on the left": loop(block=ALTERNATE, forms=("left",)),
     "numbers, padded": loop(forms=("rows none numbers",)),
-    "additive": loop(block=interleaved(), forms=("row none bias",)),
-    "a stream": loop(3, block={"overlap": "interleave"}, forms=("stream",)),
-    "a stream, state": loop(block=LOOKS, model="qwen3_5_text", forms=("stream",), look=1, evaluate=1),
-    "streams, state": loop(4, model="lfm2", forms=("stream",), batches=(4,) * 4, checkpoint="reentrant"),
-    "a stream, chunks": loop(model="llama4_text", forms=("stream",)),
-    "a stream, sinks": loop(model="gpt_oss", forms=("stream",)),
-    "a stream, latent attention": loop(model="deepseek_v3", forms=("stream",)),
-    "streams, some in zigzag": loop(3, block={"waves": 2}, forms=("stream",), batches=(4,) * 3),
+    "additive": loop(block=ALTERNATE, forms=("row none bias",)),
+    "a stream": loop(3, ALTERNATE, forms=STREAM),
+    "a stream, state": loop(2, TOGETHER, model="qwen3_5_text", forms=STREAM, look=1, evaluate=1),
+    "streams, state": loop(4, model="lfm2", forms=STREAM, batches=(4,) * 4, checkpoint="reentrant"),
+    "a stream, chunks": loop(model="llama4_text", forms=STREAM),
+    "a stream, sinks": loop(model="gpt_oss", forms=STREAM),
+    "a stream, latent attention": loop(model="deepseek_v3", forms=STREAM),
+    "streams, some in zigzag": loop(3, block={"waves": 2}, forms=STREAM, batches=(4,) * 3),
     # Documents are dealt out, and the longest are cut.
     "dealt": loop(3, block={"documents": "deal"}, accumulation=2),
     "dealt, padded": loop(3, block={"documents": "deal"}, accumulation=2, forms=("right",)),
     # One rank evaluates more often than the other; all ranks look together, also at a document of all.
     "evaluation": loop(evaluate=1),
-    "looks": loop(3, {"forward_only": "balanced", "overlap": "interleave", "look_ahead": 0}, look=1, evaluate=1),
-    "looks at streams": loop(block={**LOOKS, "keep": "host", "memory": 2e-4}, look=1, forms=("stream",)),
+    "looks": loop(3, {**TOGETHER, **ALTERNATE, "look_ahead": 0}, look=1, evaluate=1),
+    "looks at streams": loop(2, {**TOGETHER, "keep": "host", "memory": 2e-4}, look=1, forms=STREAM),
     # Nano-batches that alternate over the decoder, of two micro-batches in flight.
-    "interleaved": loop(3, interleaved(recompute_attention=True), flight=2, checkpoint="plain"),
-    "interleaved, reentrant": loop(3, interleaved(), flight=2, checkpoint="reentrant"),
-    "interleaved, DDP": loop(block=interleaved(), ddp=True, accumulation=2),
+    "interleaved": loop(3, {**ALTERNATE, "recompute_attention": True}, flight=2, checkpoint="plain"),
+    "interleaved, reentrant": loop(3, ALTERNATE, flight=2, checkpoint="reentrant"),
+    "interleaved, DDP": loop(block=ALTERNATE, ddp=True, accumulation=2),
     # Beside reserved servers.
     "2 + 1": loop(servers=1, batches=(3, 3)),
     "1 + 2": loop(1, servers=2, batches=(3,)),
     "3 + 3": loop(3, servers=3, batches=(3,) * 3),
     "1 + 1": loop(1, servers=1, batches=(3,)),
-    "2 + 1, a stream": loop(servers=1, forms=("stream",)),
-    "2 + 1, in flight": loop(servers=1, flight=3, look=1, evaluate=1, batches=(3, 3), block=LOOKS),
+    "2 + 1, a stream": loop(servers=1, forms=STREAM),
+    "2 + 1, in flight": loop(2, TOGETHER, servers=1, flight=3, look=1, evaluate=1, batches=(3, 3)),
     "2 + 1, dealt": loop(block={"documents": "deal"}, servers=1, accumulation=2),
 }
 SELDOM = {"streams, state": SLOW, "interleaved, reentrant": LONG, "3 + 3": SLOW, "1 + 1": LONG}
@@ -118,11 +114,11 @@ def dying(what: str, turn: int = 1, layer: int | None = None, trainers: int = 2,
     """The last server dies; in the first layer of a backward, in the second of a forward."""
     layer = (0 if "backward" in what else 1) if layer is None else layer
     fate = Fate(servers - 1, changes.pop("how", "KILL"), what, turn, layer, wave=wave)
-    block = {"overlap": "interleave", "timeout_s": 60, **changes.pop("block", {}), "on_server_failure": "continue"}
+    block = {**ALTERNATE, "timeout_s": 60, **changes.pop("block", {}), "on_server_failure": "continue"}
     return loop(trainers, block, servers=servers, fates=(fate,), batches=(4,) * trainers, **changes)
 
 
-IN_FLIGHT = {"flight": 2, "look": 1, "block": LOOKS}
+IN_FLIGHT = {"flight": 2, "look": 1, "block": TOGETHER}
 DEATHS = {
     "hangs": dying("backward dispatch", how="STOP", block={"timeout_s": 10}),
     **{what: dying(what) for what in MOMENTS}, "first open": dying("open", 0), "first dispatch": dying("dispatch", 0),
@@ -181,7 +177,7 @@ ERRORS = {
     "rank 1 catches an exception": (loop(batches=(6, 6), plant=Plant("forward", 1, 0, 2, caught=True)),
         ["rank 1", "forward of micro-batch 2", "exception"]),
     # Those who wait in an exchange, and the one that waits for them elsewhere, name both.
-    "rank 1 looks alone": (loop(block={"forward_only": "balanced"}, batches=(3, 3), plant=Plant("look", 1, 0, 2)),
+    "rank 1 looks alone": (loop(block=TOGETHER, batches=(3, 3), plant=Plant("look", 1, 0, 2)),
         ["rank 0 ", "forward of micro-batch 2, layer 0", "forward without backward number 0"]),
     "in the backward": (loop(batches=(6, 6), ahead=False, plant=Plant("backward", 1, 0, 2, caught=True)), AT_THE_NEXT),
     "in the loss": (loop(batches=(6, 6), ahead=False, plant=Plant("loss", 1, 0, 2, caught=True)), AT_THE_NEXT),
@@ -191,8 +187,7 @@ ERRORS = {
     "no room": (loop(block={"memory": 1e-7}), ["does not fit", '"memory" allows', "MiB more than"]),
     "no room in a pipeline": (loop(stages=2, block={"memory": 1e-6}), ["does not fit", '"memory" to at least']),
     "no room beside a server": (loop(block={"memory": 1e-6}, servers=1), ["does not fit", '"memory" to at least']),
-    "a loader that raises": (loop(batches=(5, 5), generator=True, plant=Plant("loader", 1, 0, 2)),
-        ["rank 1", "a torn file"]),
+    "a loader": (loop(batches=(5, 5), generator=True, plant=Plant("loader", 1, 0, 2)), ["rank 1", "a torn file"]),
 }  # fmt: skip
 
 
