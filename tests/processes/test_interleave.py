@@ -84,7 +84,6 @@ def test_one_part_is_on_its_way_while_the_other_has_its_linear_layers(workers: W
         assert events == forward + backward
 
 
-# Checkpointing that a line of test_loops.py cannot say
 def _checkpointed(rank: int, world: int) -> str:
     model, kept = _apply(training.tiny_llama()), [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     selective = functools.partial(create_selective_checkpoint_contexts, kept)

@@ -2,6 +2,7 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import training
@@ -25,7 +26,7 @@ def _take_turns_to_be_slow(rank: int, world: int) -> tuple[int, int]:
     Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
     """
     model, reference = deepspeed_cad.apply(training.tiny_llama(), BLOCK).train(), training.tiny_llama()
-    session, before = deepspeed_cad.current_session(), (worker.TELL_S, patience.LOOK_S)
+    session = deepspeed_cad.current_session()
     board, store = session.liveness, torch.distributed.distributed_c10d._get_default_store()
     block, standstill, plan_tick = board.block, board._standstill, session.plans.plan_tick
 
@@ -52,9 +53,8 @@ def _take_turns_to_be_slow(rank: int, world: int) -> tuple[int, int]:
 
     board.block = lambda *given: (store.add(f"told/{rank}", 1), block(*given))
     board._standstill = lambda exchange: (exchange and store.add(f"asked/{rank}", 1), standstill(exchange))[1]
-    session.plans.plan_tick = slow_plan
-    worker.TELL_S, patience.LOOK_S = 0.02, 0.03
-    try:
+    tell, look = mock.patch.object(worker, "TELL_S", 0.02), mock.patch.object(patience, "LOOK_S", 0.03)
+    with tell, look, mock.patch.object(session.plans, "plan_tick", slow_plan):
         for i, batch in enumerate(session.look_ahead(batches(), model)):
             if i == 8:
                 with torch.no_grad():
@@ -64,9 +64,6 @@ def _take_turns_to_be_slow(rank: int, world: int) -> tuple[int, int]:
                 is_slow("asked")
             loss.backward()
             assert abs(float(loss.detach()) - training.alone(reference, _documents(rank, i))[0]) < 1e-8, (rank, i)
-    finally:
-        worker.TELL_S, patience.LOOK_S = before
-        session.plans.plan_tick = plan_tick
     return store.add(f"told/{rank}", 0), store.add(f"asked/{rank}", 0)
 
 
