@@ -30,8 +30,11 @@ def on_one_node() -> list[float]:
 
 
 @pytest.fixture
-def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Hosts, list[str], dict[str, str]]]:
-    """Two nodes that know each other's names, these names, and an environment with the commands of a cluster."""
+def nodes(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Hosts, list[str], dict[str, str]]]:
+    """Two nodes in the checkout that know each other's names, these, and an environment with a cluster's commands."""
+    monkeypatch.chdir(ROOT)
     names = getattr(request, "param", ["node-0", "node-1"])
     table = tmp_path / "hosts"
     lines = [f"10.213.7.{host + 1} {name} {name.partition('.')[0]}" for host, name in enumerate(names)]
@@ -56,12 +59,12 @@ def finish(processes: list[subprocess.Popen[str]], expected: list[float]) -> str
     return said
 
 
-def on_each(nodes, script: list[str], **variables: str) -> list[subprocess.Popen[str]]:
-    """A script of ours on every node, with its NODE_RANK."""
+def on_each(nodes, words: list[str], number: str, **variables: str) -> list[subprocess.Popen[str]]:
+    """A command on every node, whose number is in the variable `number`."""
     hosts, names, environment = nodes
     common = {**environment, "MASTER_ADDR": names[0], "MASTER_PORT": str(free_port()), **variables}
     return [
-        hosts.launch([*hosts.on(host, name), "sh", *script, *SCRIPT], {**common, "NODE_RANK": str(host)})
+        hosts.launch([*hosts.on(host, name.partition(".")[0]), *words, *SCRIPT], {**common, number: str(host)})
         for host, name in enumerate(names)
     ]
 
@@ -76,16 +79,12 @@ def hostfile(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
 def test_a_script_on_each_node(nodes, hostfile: str, on_one_node: list[float], script: str) -> None:
     """DeepSpeed's without ssh."""
-    finish(on_each(nodes, [f"examples/nodes/{script}"], NODES="2", GPUS="1", HOSTFILE=hostfile), on_one_node)
+    words = ["sh", f"examples/nodes/{script}"]
+    finish(on_each(nodes, words, "NODE_RANK", NODES="2", GPUS="1", HOSTFILE=hostfile), on_one_node)
 
 
 @pytest.mark.long
@@ -125,15 +124,8 @@ def test_kubernetes(nodes, on_one_node: list[float]) -> None:
     assert int(variables["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"] == 2
     name, domain = job["metadata"]["name"], service["metadata"]["name"]
     assert pod["subdomain"] == domain and service["spec"]["selector"] == {"job-name": name}
-    hosts, names, environment = nodes
+    _, names, _ = nodes
     assert [f"{name}-{index}.{domain}" for index in range(2)] == names
     assert variables["MASTER_ADDR"] == names[0]
-    port = str(free_port())
-    processes = [
-        hosts.launch(
-            [*hosts.on(index, f"{name}-{index}"), *container["command"], *SCRIPT],
-            {**environment, **variables, "JOB_COMPLETION_INDEX": str(index), "GPUS": "1", "MASTER_PORT": port},
-        )
-        for index in range(2)
-    ]
-    finish(processes, on_one_node)
+    variables |= {"GPUS": "1", "MASTER_PORT": str(free_port())}
+    finish(on_each(nodes, container["command"], "JOB_COMPLETION_INDEX", **variables), on_one_node)
