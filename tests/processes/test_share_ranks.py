@@ -75,11 +75,7 @@ def _train(
     replica = rank // shares
     for step in range(2):
         docs = training.documents(LENGTHS[(replica + step) % 2], seed=10 * step + replica)
-        loss = training.forward_backward(model, training.pack(docs))
-        expected, gradients = training.alone(reference, docs)
-        assert abs(loss - expected) < 10 * near * max(1, expected)
-        training.assert_gradients(model, gradients, near)
-        model.zero_grad()
+        training.step_as_alone(model, reference, docs, near)
     docs = training.documents(LENGTHS[replica], seed=replica)
     expected, _ = training.alone(reference, docs)
     model.eval()
@@ -155,9 +151,8 @@ def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> None:
 def test_reserved_servers_beside_shares_are_one_error_everywhere(fresh_workers: WorkerPool) -> None:
     # As long a server looks for trainers that may have ended before it came.
     block = {**BLOCK, "servers": {"reserved": 1}, "timeout_s": 4}
-    errors, _ = fresh_workers.try_run(
-        play, 3, free_port(), block, _beside_servers, timeout=60.0, joined=False, once=True
-    )
+    given = free_port(), block, _beside_servers
+    errors, _ = fresh_workers.try_run(play, 3, *given, timeout=60.0, joined=False, once=True)
     for error in errors[:2]:
         assert error is not None and error[0] == "CADUnsupportedError" and "servers know of no shares" in error[1]
     assert errors[2] is not None and errors[2][0] not in ("Hung", "Died"), "the server ends without a loop"
@@ -173,8 +168,7 @@ def _fail(rank: int, world: int) -> None:
     for step in range(2):
         if rank == 3 and step:
             model.model.layers[0].register_forward_pre_hook(lambda module, args: 1 // 0)
-        docs = training.documents(LENGTHS[rank // SHARES], seed=rank // SHARES)
-        training.loss_sum(model, training.pack(docs)).backward()
+        training.loss_sum(model, training.pack(training.documents(LENGTHS[rank // SHARES], seed=1))).backward()
 
 
 def test_a_rank_that_raises_ends_all_groups(fresh_workers: WorkerPool) -> None:
