@@ -103,10 +103,6 @@ class Document:
     positions: torch.Tensor
     """[1, tokens], or [3, 1, tokens] with axes."""
 
-    @property
-    def length(self) -> int:
-        return int(self.ids.shape[1])
-
 
 def make_document(model: Seeing, built: Any, number: int, length: int, images: int, videos: int) -> Document:
     """`length` tokens of text with images in them, each behind some text, and videos where positions have axes."""
@@ -121,8 +117,7 @@ def make_document(model: Seeing, built: Any, number: int, length: int, images: i
                 seen[f"{name}_grid_thw"] = torch.tensor([grid] * count)
                 # A model may want every frame of a video on its own, behind a token of its time.
                 frames = grid[0] if name == "video" and model.kind.startswith("qwen3") else 1
-                for _ in range(count):
-                    parts += [[token] * (rows // 4 // frames)] * frames
+                parts += [[token] * (rows // 4 // frames)] * frames * count
     elif images:
         seen["pixel_values"] = torch.randn(images, *model.pixels, generator=generator, dtype=torch.float64)
         if model.sizes:
@@ -158,7 +153,7 @@ def pack(model: Seeing, documents: Sequence[Document], form: str) -> dict[str, t
     """One packed row. `form`, how it says its documents: "text" by positions of text, which with axes stand before them
     (as ms-swift packs); "numbers" by a mask that numbers them (LLaMA-Factory's neat_packing); "lengths" by
     cu_seq_lens_q."""
-    lengths = [document.length for document in documents]
+    lengths = [document.ids.shape[1] for document in documents]
     positions = torch.cat([document.positions for document in documents], -1)
     given = {"input_ids": torch.cat([document.ids for document in documents], 1), "position_ids": positions}
     if form == "text" and model.axes:
