@@ -121,8 +121,7 @@ def _fsdp2(rank: int, block: dict[str, Any]) -> Trained:
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    model = training.sdpa_llama()
-    deepspeed_cad.apply(model, block).train()
+    model = deepspeed_cad.apply(training.sdpa_llama(), block).train()
     kind = type(model.get_decoder().layers[0])
     wrappers.apply_activation_checkpointing(
         model, checkpoint_wrapper_fn=wrappers.offload_wrapper, check_fn=lambda one: isinstance(one, kind)
@@ -140,9 +139,7 @@ def _trl(rank: int, block: dict[str, Any]) -> Trained:
 
     # It asks torch for an accelerator, and a CPU is none.
     torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # type: ignore[assignment]
-    model = training.sdpa_llama()
-    deepspeed_cad.apply(model, block).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = training.checkpointed(deepspeed_cad.apply(training.sdpa_llama(), block).train(), True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     context = get_act_offloading_ctx_manager(
         model=model, use_pin_memory=False, use_streams=False, min_offload_size=1, max_fwd_stash_size=2

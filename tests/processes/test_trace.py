@@ -20,7 +20,6 @@ from deepspeed_cad.session import close_session
 from deepspeed_cad.trace import STEPS, WARM_UP
 
 LAYERS = 2
-"""Of the model."""
 
 
 def _train(rank: int, world: int, block: dict[str, Any]) -> None:
