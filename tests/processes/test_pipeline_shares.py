@@ -81,9 +81,8 @@ def _train(rank: int, world: int) -> tuple[float, float]:
         if engine.is_last_stage() and replicas == 1:
             assert abs(float(engine.total_loss) / COUNT - expected) < 1e-10
     parts = torch.nn.ModuleDict({str(i): part for i, part in enumerate(pipelines.layers(whole))})
-    alone = {name: parameter.grad / replicas for name, parameter in parts.named_parameters()}
-    for name, gradient in total.items():
-        torch.testing.assert_close(gradient, _part(name, alone[name], share), atol=1e-10, rtol=0)
+    alone = {name: _part(name, parameter.grad / replicas, share) for name, parameter in parts.named_parameters()}
+    torch.testing.assert_close(total, {name: alone[name] for name in total}, atol=1e-10, rtol=0)
     session = deepspeed_cad.current_session()
     assert session is not None and session.shares.count == SHARES and session.group_ranks == world // SHARES
     return session.statistics.imbalance, float(session.transport.bytes_sent)
