@@ -196,7 +196,6 @@ class Case:
         return here and (plant.kind, plant.epoch, plant.at) == (kind, epoch, at)
 
 
-# Cases of seeds
 WAYS = {"in place": 0.4, "reserved": 0.17, "killed": 0.2, "hung": 0.03, "pipeline": 0.2}
 """How often each way to run is drawn."""
 LINKS = {"inside": 100, "between": 10}

@@ -65,7 +65,6 @@ def run(place: Place, lines: Lines, case: str) -> None:
             lines.check(f"lifetimes by {name}", "flags that come round", partial(check_flags, place, group))
 
 
-# Memory
 def compare(place: Place, case: Case) -> Found:
     """Nothing is wrong where memory is guarded, and something where it is not."""
     wrong_in(place, case, 0)  # a kernel that is launched for the first time may wait for the whole GPU
@@ -174,7 +173,6 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
     return [x for name in ("sources", "packed", "arrived") for x in fields.get(name, ())]
 
 
-# Numbers
 def check_flags(place: Place, group: Group) -> Found:
     """Exchanges are right and in order, for streams and for a host that looks at flags, wherever their numbers are."""
     transport = probe.choose_transport("nvlink", group, place.device, place.gather, timeout_s=20.0)
@@ -215,7 +213,6 @@ def comes(reached: Callable[[], bool], seconds: float = 5.0) -> bool:
     return True
 
 
-# What cases are made of
 def hold_up(place: Place, streams: list[Any], cycles: int) -> None:
     for stream in streams if place.on_gpu and cycles else ():
         with torch.cuda.stream(stream):

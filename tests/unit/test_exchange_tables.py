@@ -7,8 +7,6 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -122,37 +120,3 @@ def test_a_slice_that_ends_beyond_where_it_lands_is_refused() -> None:
     for pushes in (dispatch_pushes, return_pushes):
         with pytest.raises(CADError, match="rank 0: a slice ends at row .* schedule and plan disagree"):
             pushes(short)
-
-
-def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    called = list[tuple[Any, ...]]()
-
-    def call(name: str, *given: Any, library: Any = None) -> None:
-        called.append((name, *given))
-        if name in ("cad_nccl_join", "cad_nccl_version"):
-            given[-1]._obj.value = 7
-
-    monkeypatch.setattr(native_calls.native, "call", call)
-    found = tmp_path / "nccl" / "lib" / "libnccl.so.2"
-    found.parent.mkdir(parents=True)
-    found.touch()
-    for places, file in (None, None), ([], None), ([str(tmp_path)], str(found).encode()):
-        spec = None if places is None else SimpleNamespace(submodule_search_locations=places)
-        monkeypatch.setattr(native_calls.util, "find_spec", lambda name, spec=spec: spec)
-        assert native_calls.open_nccl() == 7 and called[-2] == ("cad_nccl_open", file)
-    calls, messages = native_calls.NcclCalls(b"id", 3, 2), np.zeros((5, 4), np.int64)
-    assert called[-1][:4] == ("cad_nccl_join", b"id", 3, 2)
-    calls.exchange(11, messages)
-    assert called[-1][1].value == 7 and called[-1][2:] == (11, 5, messages)
-    for _ in range(2):
-        calls.leave()
-    assert called[-1][0] == "cad_nccl_leave" and called[-1][1].value == 7 and called[-1][2] == 1
-    assert [name for name, *_ in called].count("cad_nccl_leave") == 1
-
-
-def test_which_gpus_a_gpu_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(
-        torch.cuda, "can_device_access_peer", lambda here, there: {2: [0, 1], 1: [3]}[here].count(there) > 0
-    )
-    assert [native_calls.peer_reach(torch.device("cuda", at)) for at in (2, 1)] == [[0, 1, 2], [1, 3]]

@@ -62,7 +62,6 @@ def test_cad_is_promised_neither_too_much_nor_too_little() -> None:
     assert sum(each) == len(MODULE.ratios(found, False))
 
 
-# Our model of the published set-up: what the simulator must foresee at 512 GPUs, and the table that says so.
 @pytest.mark.parametrize(("documents", "longest"), [("web", 131072), ("web", 524288), ("long-mix", 262144)])
 def test_512_gpus_and_long_documents(longest: int, documents: str) -> None:
     """Documents dealt out in zigzag, exchanges in waves."""

@@ -288,7 +288,6 @@ def test_plans_beside_servers_choose_waves(session: Session, waves: str | int, c
         assert plans.plan_tick(alone, crew, tick, PlanKey(None, SHAPE)).waves == (1 if waves == "auto" else waves)
 
 
-# A pass on a server: it does what a trainer's does, in the same order, and reads no order for another one
 class Logged:
     two_ways = False
 

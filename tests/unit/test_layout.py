@@ -89,7 +89,6 @@ def test_what_can_be_cut(own: list[int], ranks: int, per_rank: int, zigzag: bool
     assert layout.can_cut(at) != before
 
 
-# Layout, by example: the tables themselves, and what is refused, with the place that the error names.
 def test_ranks_are_joined_into_documents() -> None:
     local = [
         LocalSegments([0, 0], [4, 3], [0, 4], 7), LocalSegments.none(5), LocalSegments([3, 0], [9, 2], [1, 7], 9),

@@ -99,7 +99,6 @@ def test_links_in_words() -> None:
     assert str(Links(None, None, probe.DETERMINISTIC)) == f"links {probe.DETERMINISTIC}"
 
 
-# Transfers, and corrections
 START, RULE = Links(1e11, 1e10), Links(4e11, None, "of the profile")
 
 

@@ -187,7 +187,6 @@ def test_nano_batches_of_a_document(at: int, alternate: bool) -> None:
         assert setup.schedule is one.schedule(one.keys[0], i)
 
 
-# What a layer passes to its attention: the same kind, whoever runs it
 def heads(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q and K in fp32, as rotary embeddings leave them under autocast, V in `dtype`; [B, heads, S, D]."""
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)

@@ -214,7 +214,6 @@ def test_keys_cost_backward() -> None:
         assert (2 / 7 * forward.of(begin, end) + 5 / 7 * backward.of(begin, end)) == pytest.approx(cost.of(begin, end))
 
 
-# Which models `to_pipeline` cuts: those that are embedding, layers, norm and head, and nothing else.
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -339,7 +338,6 @@ def test_work_of_layers_counts_visited_experts_only() -> None:
     assert work[1] - dense[1] == 3 * 48 * 32 + SMALL["num_experts"] * 32
 
 
-# What a pipeline's engine does around a step or an evaluation that fails: the other ranks must hear of it.
 @pytest.mark.parametrize("make", [engines._make_train_batch, engines._make_eval_batch], ids=["step", "evaluation"])
 @pytest.mark.parametrize(("error", "tells"), [(OSError("the disk is gone"), True), (StopIteration("the end"), False)])
 def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, tells: bool) -> None:
@@ -355,7 +353,6 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
     assert later.stop.call_args_list == [call(later.end_step.side_effect)]
 
 
-# What CAD does not combine with, and micro-batches that do not fit
 def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
     module = SimpleNamespace(topology=lambda: topology, parts=parts)

@@ -68,7 +68,6 @@ def test_same_plan_again_and_from_shuffled_segments() -> None:
     assert first.fingerprint() == second.fingerprint() == make_plan(problem).fingerprint()
 
 
-# Plans are the same on every machine and by every compiler: ranks make them for themselves.
 def test_plans_are_those_that_other_compilers_gave() -> None:
     """Where plans change on purpose: `python tests/plan_checks.py > tests/unit/plans.json`."""
     wanted = json.loads(Path(__file__).with_name("plans.json").read_text())
@@ -91,7 +90,6 @@ def test_the_same_rows_on_the_same_ranks(problem: PlanInput, window: int) -> Non
     np.testing.assert_array_equal(np.bincount(moved[:, 2], size, problem.tick.ranks) + back, plan.received_bytes)
 
 
-# From a core's solution to a plan: the core is a table of solutions, so that each decision can be seen by itself.
 TICK = Layout.from_rank_lengths([[10], [10]]).tick()
 TASKS = np.array([[0, 0, 10, 0, 4, 0], [1, 0, 10, 0, 4, 1]])
 
@@ -136,7 +134,6 @@ def test_ranks_out_of_the_tolerance_are_noted(work: list[float], fields: Any, ra
     assert not notes if not ranks else notes[0].startswith(start) and notes[0].endswith(farthest)
 
 
-# What is just allowed, what is just not, and what the error says.
 GOOD = PlanInput(Layout.from_rank_lengths([[10, 20], [30]]).tick(), SHAPE, PAIRS)
 
 

@@ -94,7 +94,6 @@ def test_all_ranks_stop_together(work: float, end: float) -> None:
     assert common_finish(np.array([work]), BASE, SPEED) == pytest.approx([end])
 
 
-# When ranks begin: whole layers end together, by a clock that knows when keys and queries arrive
 HEADS = HeadShape(8, 2, 64, 64, 2)
 COST = CostModel("a nanosecond per pair", "seconds", pair=1e-9)
 

@@ -394,7 +394,6 @@ def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPo
     assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
 
 
-# Speeds of ranks: what is measured, what it is relative to, and when it is left out
 def _find(wanted: Any, took: list[float], deterministic: list[bool] | None = None) -> Any:
     """What rank 0 finds where ranks take so many seconds."""
     answers = iter([[int(one) for one in deterministic or [False] * len(took)], [round(one * 1e9) for one in took]])

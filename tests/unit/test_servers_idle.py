@@ -84,7 +84,6 @@ def test_who_is_idle_in_words() -> None:
     assert say_idle(*find_idle(_timeline(serves=False))) == ["idle: rank 0 20%, rank 1 0%"]
 
 
-# Seconds in which a server attended: where calls of both nano-batches run they count once
 class Event:
     """One of a GPU, at a moment in milliseconds; it is over once `now` has come."""
 

@@ -181,7 +181,6 @@ def test_a_world_that_is_made_already(launched: None, monkeypatch: pytest.Monkey
     assert find_role("all", 2, 1) is None
 
 
-# Servers that are lost, and that come while a job runs: asked in, given up, or told that training ended
 CHANGES = CADConfig(servers={"joined": 1}, on_server_failure="continue", timeout_s=20)
 
 
