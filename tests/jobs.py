@@ -29,14 +29,13 @@ class Job:
         self.processes[name] = Script(words, self.folder, env, self.folder / name)
         return self.processes[name]
 
-    def launch_all(self, world: int, *script: str, block: dict = BLOCK, first: str = "") -> None:
-        """Every rank under the launcher of CAD; `first`: what the Python of the last one runs before."""
-        after = ["-c", f"{first}\nimport sys\nfrom deepspeed_cad.run import main\nsys.exit(main())"]
+    def launch_all(self, world: int, *script: str, block: dict = BLOCK) -> None:
+        """Every rank under the launcher of CAD."""
+        words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(block), SCRIPT, *script]
         for rank in range(world):
-            how = after if first and rank == world - 1 else ["-m", "deepspeed_cad.run"]
             self.start(
-                f"rank{rank}", [*how, "--cad", json.dumps(block), SCRIPT, *script], RANK=rank, WORLD_SIZE=world,
-                LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
+                f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
             )  # fmt: skip
 
     def serve(self, name: str, *words: str) -> Script:

@@ -34,25 +34,6 @@ def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
         assert codes[name] != 0 and "server 2 ended: its process died" in job.said(name)
 
 
-OUT_OF_MEMORY = """
-import torch
-from deepspeed_cad.server import loop
-made, calls = loop.serve_arrived_backward, iter(range(1000))
-def fails(*given):
-    if next(calls) >= 3:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    return made(*given)
-loop.serve_arrived_backward = fails
-"""
-
-
-def test_a_server_without_memory_ends_all_with_the_same_words(job: Job) -> None:
-    job.launch_all(3, "wait", "9", first=OUT_OF_MEMORY)
-    assert 0 not in job.ends("rank2").values()
-    for name in job.processes:
-        assert "Tried to allocate 2.00 GiB. Reserve more servers" in job.said(name), job.said(name)
-
-
 def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     job.serve("first")
     job.launch_all(2, "until", "9", block=GOES_ON)
