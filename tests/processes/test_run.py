@@ -14,7 +14,6 @@ from trainers import assert_same, losses_of
 
 LAUNCH = "from accelerate.commands.accelerate_cli import main; main()"
 STEPS = 4
-LONG = [pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def _launcher(way: str, processes: int, cad: list[str], folder: Path) -> list[st
 @pytest.mark.slow
 @pytest.mark.parametrize("way, loop, servers", [
     ("torchrun", "ddp", 0), ("accelerate-cad", "accelerate", 0), ("deepspeed", "deepspeed", 1),
-    *(pytest.param(*case, marks=LONG) for case in (
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
         ("torchrun", "fsdp2", 0), ("torchrun", "ddp", 1), ("deepspeed", "deepspeed", 0),
         ("accelerate launch", "accelerate", 0), ("accelerate-cad", "accelerate", 1),
     )),
@@ -58,9 +57,8 @@ def test_launchers(plain: list[float], tmp_path: Path, way: str, loop: str, serv
     assert before > 1.2 and after < 1.05
     assert found["argv"][0] == SCRIPT and found["argv"][1 + ("--local_rank=0" in found["argv"])] == loop
     if servers:
-        said = re.search(
-            rf"server 2 is done: {STEPS} micro-batches served, (.*) s busy of (.*) s, at most", found["said"]
-        )
+        done = rf"server 2 is done: {STEPS} micro-batches served, (.*) s busy of (.*) s, at most"
+        said = re.search(done, found["said"])
         assert said and float(said[1]) <= float(said[2]) < took
     assert ("--local_rank=0" in found["argv"]) == (way == "deepspeed")
 

@@ -177,8 +177,7 @@ def _changes_on_one_rank(rank: int, world: int, folder: str, later: bool) -> tup
 
     def run(cad: bool) -> list[float]:
         trainers.start_anew()
-        changes = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True, "optim": "sgd"}
-        trainer = _trainer(cad, folder, **changes, max_steps=5)
+        trainer = _trainer(cad, folder, **ACCUMULATION, optim="sgd", max_steps=5)
 
         def change() -> None:
             tokens = trainer.model.get_input_embeddings()

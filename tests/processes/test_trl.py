@@ -23,11 +23,13 @@ def _lora(**changes: Any) -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **changes)
 
 
-def _trained(kind: str, folder: str, model: Any, data: dict, given: dict, **more: Any) -> list[dict[str, Any]]:
-    """The log of a trainer of TRL."""
+def _trained(cad: bool, kind: str, folder: str, model: Any, data: dict, given: dict, **more: Any) -> list[Any]:
+    """The log of a trainer of TRL; `cad`: turned on by its own key."""
     import trl
     from datasets import Dataset
 
+    if cad:
+        deepspeed_cad.apply(model, training.BLOCK)
     arguments = settings(folder, max_steps=STEPS, gradient_checkpointing=False) | given
     trainer = getattr(trl, f"{kind}Trainer")(
         model=model, args=getattr(trl, f"{kind}Config")(**arguments), train_dataset=Dataset.from_dict(data),
@@ -38,12 +40,9 @@ def _trained(kind: str, folder: str, model: Any, data: dict, given: dict, **more
 
 
 def _sft(cad: bool, folder: str, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
-    model = training.sdpa_llama()
-    if cad:
-        deepspeed_cad.apply(model, training.BLOCK)
     data = {"input_ids": [doc.tolist() for doc in training.documents(LENGTHS * 4, seed=0)]}
     more = {"peft_config": _lora(init_lora_weights=False)} if lora else {}
-    return _trained("SFT", folder, model, data, {"max_length": 200, **changes}, **more)
+    return _trained(cad, "SFT", folder, training.sdpa_llama(), data, {"max_length": 200, **changes}, **more)
 
 
 def _values(model: Any) -> list[torch.Tensor]:
@@ -61,10 +60,9 @@ def _dpo(cad: bool, folder: str, lora: bool = False, stage: int | None = None, *
     model, reference = training.sdpa_llama(), None if lora else training.sdpa_llama()
     if stage is not None:
         changes["deepspeed"] = {**zero(stage), **({"cad": training.BLOCK} if cad else {})}
-    elif cad:
-        deepspeed_cad.apply(model, training.BLOCK)
     more = {"peft_config": _lora()} if lora else {"ref_model": reference}
-    before, log = _values(reference), _trained("DPO", folder, model, data, {"max_length": 400, **changes}, **more)
+    before, by_key = _values(reference), cad and stage is None
+    log = _trained(by_key, "DPO", folder, model, data, {"max_length": 400, **changes}, **more)
     if reference is not None:
         assert before and all(torch.equal(a, b) for a, b in zip(before, _values(reference), strict=True))
         assert reference.config._attn_implementation == ("cad" if cad else "sdpa")
@@ -89,15 +87,12 @@ def _policy(folder: str) -> Any:
 
 def _rollouts(cad: bool, folder: str, kind: str = "GRPO", **changes: Any) -> list[dict[str, Any]]:
     """It generates in train mode, then asks the policy and a reference for log-probabilities, then trains."""
-    model = _policy(folder)
-    if cad:
-        deepspeed_cad.apply(model, training.BLOCK)
     given = {
         "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1,
         "temperature": 0.7, "num_iterations": 2, **changes,
     }  # fmt: skip
     log = _trained(
-        kind, folder, model, {"prompt": [_words(n, seed) for seed, n in enumerate(LENGTHS)]}, given,
+        cad, kind, folder, _policy(folder), {"prompt": [_words(n, seed) for seed, n in enumerate(LENGTHS)]}, given,
         reward_funcs=lambda completions, **_: [float(len(set(one.split()))) for one in completions],
     )  # fmt: skip
     if cad:
@@ -115,10 +110,8 @@ def _kto(cad: bool, folder: str, **changes: Any) -> list[dict[str, Any]]:
         "completion": [_words(n // 2 + 3, 100 + i) for i, n in enumerate(LENGTHS * 2)],
     }  # fmt: skip
     model, reference = _policy(folder).double(), _policy(folder).double()
-    if cad:
-        deepspeed_cad.apply(model, training.BLOCK)
     given = {"per_device_train_batch_size": 2, "max_length": 400, **changes}
-    log = _trained("KTO", folder, model, data, given, ref_model=reference)
+    log = _trained(cad, "KTO", folder, model, data, given, ref_model=reference)
     assert not cad or (log[0]["loss"], log[0]["kl"]) == (0.5, 0)
     return log
 
