@@ -160,7 +160,7 @@ def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
     for wrong in (tmp_path / "none" / "step.png", tmp_path / "step.nosuch"):
         with pytest.raises(CADError, match=f"picture {wrong} cannot be written"):
-            picture.draw_step(found, str(wrong))
+            picture.draw_curves("GPUs", {}, str(wrong))  # nothing fits anywhere
 
 
 @pytest.mark.parametrize("words, said", [

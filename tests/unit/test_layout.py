@@ -54,7 +54,7 @@ def test_chunks_are_documents(own: list[int], ranks: int, per_rank: int, size: i
         assert _read(chunks.query, chunks.key, None) == _read(tick.query, tick.key, size)
         documents = set(chunks.query.document.tolist())
         assert documents == set(chunks.key.document.tolist()) == set(range(len(documents)))
-        assert (chunks.query.end <= size).all()
+        assert (chunks.query.end <= size).all() and tick.query_base.dtype == tick.key_base.dtype == np.int64
 
 
 @given(lengths, st.integers(2, 5), st.integers(8, 60), st.randoms())

@@ -89,7 +89,7 @@ def test_what_is_refused(fields: Any, words: str) -> None:
 @pytest.mark.parametrize("fields, expected", [
     ({"hosts": [7, -1, 7]}, [7, -1, 7]),
     ({"ranks_per_node": 2, "servers": 2}, [0, 0, 1, 1, 2]),
-    ({"ranks_per_node": [3, 2], "servers": 2}, [0, 0, 0, 1, 1]),
+    ({"ranks_per_node": [4, 1], "servers": 2}, [0, 0, 0, 0, 1]),
 ])  # fmt: skip
 def test_hosts_of_any_mix(fields: Any, expected: list[int]) -> None:
     assert read_question(LISTS | fields).problem.hosts.tolist() == expected
