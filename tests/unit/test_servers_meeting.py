@@ -226,7 +226,7 @@ def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(job:
     with pytest.raises(CADPeerError, match="the trainers go on without it: server 2 on .* did not listen"):
         meetings.look_for_end(open_board(dead, True))
     monkeypatch.setattr(room, "CONNECT_S", 20.0)
-    assert job.servers._let_in(1) == 3
+    assert patience.wait_until(lambda: job.servers.newcomers == 2, 20.0) and job.servers._let_in(1) == 3
     server = lives.result(20)
     assert list(server._links._connections) == [0] and list(job.link.gone) == [2] and server.opened is None
     assert (server.liveness.watched, server.liveness.losses) == (range(1), server.trainers)
