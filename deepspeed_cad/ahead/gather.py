@@ -212,7 +212,7 @@ class Gatherer:
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         with Liveness.watch(self.liveness, what):
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
-            self.liveness.patiently(work.is_completed, what, collective=self.begun)
+            self.liveness.patiently(work.get_future().done, what, collective=self.begun)
             work.wait()
         return [tensor.numpy() for tensor in everyone]
 
