@@ -74,7 +74,8 @@ class MemoryLimit:
         return np.array([0 if most == float("inf") else max(1, int(most)), free], np.int64)
 
     def hear(self, model: int, reports: Ints) -> None:
-        (sizes, free), self.now = reports.T, NO_LIMIT
+        sizes, free = reports.T
+        self.now = NO_LIMIT
         if (sizes > 0).any():
             size = int(sizes[sizes > 0].min())
             source = 'the key "memory"'
