@@ -297,7 +297,7 @@ def check_options(args: argparse.Namespace) -> None:
             args.packing in DEALT and args.micro_batches > 1,
             f"micro-batches with --packing {args.packing}, which says how many there are; leave it out",
         ),
-        (args.batch > 1 and args.packing not in ("none", *DEALT), f"batch for --packing {args.packing}: it fills rows"),
+        (args.batch > 1 and args.packing not in ("none", *DEALT), f"batch: --packing {args.packing} fills whole rows"),
         (args.recompute_attention and args.pipeline > 1, "recompute-attention with --pipeline, which CAD refuses"),
         (args.cost != "pairs" and not Path(args.cost).is_file(), f"cost: there is no file {args.cost}"),
     ):

@@ -177,7 +177,7 @@ def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (["--micro-batches", "0"], "--micro-batches is 0; expected at least 1"),
     (["--passes", "forward"], "--passes is 'forward'; expected train once, and forward as often as there is one"),
     (["--passes", "train,forward", "--pipeline", "2"], "--passes with --pipeline"),
-    (["--batch", "2"], "--batch for --packing in_order: it fills rows"),
+    (["--batch", "2"], "--batch: --packing in_order fills whole rows"),
     (["--packing", "by_work", "--micro-batches", "2"], "--micro-batches with --packing by_work"),
     (["--memory", "0"], "--memory is 0.0; expected GiB above 0"),
     (["--machine", "b300"], "there is no machine 'b300'"),
