@@ -66,16 +66,15 @@ def sources() -> dict[str, str]:
     return {str(file.relative_to(ROOT)): file.read_text() for file in sorted(files)}
 
 
-def choose(rooms: list[str], count: int, seed: int) -> list[Mutant]:
+def choose(rooms: list[str], scope: str, count: int, seed: int) -> list[Mutant]:
     """Mutants in random order, from each room in proportion to what can be changed there."""
     by_room: dict[str, list[Mutant]] = defaultdict(list)
     for path, text in sources().items():
         names = {room_of(path), path.removeprefix("deepspeed_cad/").removesuffix(".py")}
         if not rooms or names & set(rooms):
-            by_room[room_of(path)] += find_mutants(path, text)
-    if not by_room:
+            by_room[room_of(path)] += [one for one in find_mutants(path, text) if re.fullmatch(scope, one.scope)]
+    if not (total := sum(map(len, by_room.values()))):
         raise SystemExit(f"no such room: {', '.join(rooms)}")
-    total = sum(map(len, by_room.values()))
     chosen = []
     for found in by_room.values():
         share = min(len(found), round(count * len(found) / total))
@@ -128,6 +127,7 @@ class Apart:
         failed = True
         try:
             os.setsid()
+            torch.set_num_threads(1)  # torch makes its pool anew after a fork, which threads must not do at once
             if self._notes:
                 place = self._notes / str(len(self.seconds))
                 place.mkdir()
@@ -285,6 +285,7 @@ def main() -> None:
     """Choose, mutate, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", nargs="*", default=[], help="folders or modules, as in planner layout; default: all")
+    parser.add_argument("--scope", default=".*", help="of these functions alone: Layout.can_cut; a regular expression")
     parser.add_argument("--mutants", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="another seed, other mutants")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after so long")
@@ -305,7 +306,7 @@ def main() -> None:
     shutil.rmtree(args.output / "copies", ignore_errors=True)
     if args.anew:
         (args.output / STORE).unlink(missing_ok=True)
-    chosen, harmless = choose(args.rooms, args.mutants, args.seed), equivalent()
+    chosen, harmless = choose(args.rooms, args.scope, args.mutants, args.seed), equivalent()
     earlier = json.loads(report.read_text())["mutants"] if report.exists() else {}
     results: dict[str, dict[str, Any]] = {}
     about = f"Seed {args.seed}, {len(chosen)} mutants of {', '.join(args.rooms) or 'all rooms'}."
@@ -328,10 +329,8 @@ def main() -> None:
         for name, (facts, trial) in tried.items():
             if found := trial.result():
                 results[name] = facts | found
-                print(
-                    f"{found['result']}: {name} (line {facts['line']}, {found['seconds']:.0f} s) {found['by']}",
-                    flush=True,
-                )
+                took = f"line {facts['line']}, {found['seconds']:.0f} s"
+                print(f"{found['result']}: {name} ({took}) {found['by']}", flush=True)
                 write_report(args.output, results, about)
     print(write_report(args.output, results, about))
 
