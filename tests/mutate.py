@@ -108,7 +108,7 @@ class Apart:
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         """Called by pytest in place of its own loop over set-up, call and tear-down."""
-        begun = time.monotonic()
+        begun, _ = time.monotonic(), signal.alarm(0)
         if not (pid := os.fork()):
             self._run(item)
         while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
@@ -169,6 +169,7 @@ def _in_child(tests: Iterable[str], apart: Apart, answer: Path) -> None:
     pool.fork_server = lambda preload=(): FORK
     if hasattr(sys.modules["__main__"], "__file__"):
         del sys.modules["__main__"].__file__  # or every worker would import this script
+    signal.alarm(300)  # a change may keep what is imported, or what parameters are made of, from ever ending
     importlib.import_module("deepspeed_cad.launch.deepspeed_hook").install()
     code = int(pytest.main(["-s", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests], plugins=[apart]))
     answer.write_text(json.dumps({"code": code, "seconds": apart.seconds, "failed": apart.failed}))
