@@ -11,7 +11,7 @@ from deepspeed_cad.errors import CADUnsupportedError
 __version__ = "0.1.0"
 
 OLDEST = {
-    "torch": "2.6",
+    "torch": "2.8",
     "transformers": "4.57",
     "deepspeed": "0.17",
     "accelerate": "1.10",

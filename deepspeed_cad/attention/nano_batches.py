@@ -26,12 +26,7 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _top_saved_tensors_default_hooks,
-)
+from torch._C import _autograd, _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -119,9 +114,9 @@ class ThreadState:
 
     def __enter__(self) -> None:
         self._around = self._settings()
-        self._base = _top_saved_tensors_default_hooks(True), _len_torch_dispatch_stack()
+        self._base = _autograd._top_saved_tensors_default_hooks(True), _len_torch_dispatch_stack()
         for pack, unpack in self._hooks:
-            _push_saved_tensors_default_hooks(pack, unpack)
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
         for mode in self._modes:
             _push_mode(mode)
         if self._own is not None:
@@ -134,9 +129,9 @@ class ThreadState:
         top, below = self._base
         self._modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack() - below)][::-1]
         self._hooks = []
-        while (now := _top_saved_tensors_default_hooks(True)) is not None and not _same(now, top):
+        while (now := _autograd._top_saved_tensors_default_hooks(True)) is not None and not _same(now, top):
             self._hooks.insert(0, now)
-            _pop_saved_tensors_default_hooks()
+            _autograd._pop_saved_tensors_default_hooks()
         self._set(self._around)
 
     def _settings(self) -> tuple[Any, ...]:
@@ -154,7 +149,7 @@ class ThreadState:
 
 def hooks_save_tensors() -> bool:
     """Whether somebody takes what autograd saves now: activation checkpointing, or offloading to the host."""
-    return _top_saved_tensors_default_hooks(True) is not None
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def in_backward() -> bool:
