@@ -4,6 +4,7 @@ Each file has `add_arguments(parser)` and `main(args) -> int`. Only the file of 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,12 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser(next((word for word in words if not word.startswith("-")), None)).parse_args(words)
     try:
-        return _module(args.subcommand).main(args)
+        code: int = _module(args.subcommand).main(args)
+        sys.stdout.flush()
+        return code
     except CADError as error:
         print(f"deepspeed-cad {args.subcommand}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as head, has gone
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at exit
         return 1
 
 
