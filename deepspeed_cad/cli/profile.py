@@ -63,10 +63,7 @@ def main(args: argparse.Namespace) -> int:
             profile = _measure_all(args, shape, device, tell)
         else:
             profile = _measure_kernel(args, shape, device, tell)
-            print(
-                "links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile",
-                flush=True,
-            )
+            print("links are not measured by one process: torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile")
     if profile is None:  # a rank that only helped
         return 0
     path = args.output or user_path(profile.machine, profile.kernel)
@@ -74,11 +71,11 @@ def main(args: argparse.Namespace) -> int:
         try:
             profile = profile.with_entries_of(Profile.load(path))
         except CADConfigError as error:
-            print(f"replaced: {error}", flush=True)
+            print(f"replaced: {error}")
     profile.save(path)
     if profile.kernel != (usual := expected_kernel(args.kernel, device)):
-        print(f'"cost": "auto" takes what was measured of {usual}; name this file there instead', flush=True)
-    print(f"{path}: {counted(len(profile.entries), 'head shape')} of {profile.name}", flush=True)
+        print(f'"cost": "auto" takes what was measured of {usual}; name this file there instead')
+    print(f"{path}: {counted(len(profile.entries), 'head shape')} of {profile.name}")
     return 0
 
 
@@ -158,15 +155,14 @@ def _measure_all(args: argparse.Namespace, shape: HeadShape, device: torch.devic
         gather = partial(numbers_of, cpu_group, None)
         transport = choose_transport(args.transport, world, device, gather)
         links = measure_links(transport, device, dist.get_rank(), gather(host_number()), gather)
-        dist.barrier(cpu_group)
-        transport.close()
+        transport.close()  # all ranks have gathered the last figure
     finally:
         dist.destroy_process_group()
     if profile is None:
         return None
     for where, speed in (("of its node", links.inside), ("of other nodes", links.between)):
         if speed is not None:
-            print(f"a rank receives {speed / 1e9:.1f} GB/s from ranks {where}, by {transport.name}", flush=True)
+            print(f"a rank receives {speed / 1e9:.1f} GB/s from ranks {where}, by {transport.name}")
     return profile.with_links(links.inside, links.between)
 
 

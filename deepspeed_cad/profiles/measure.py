@@ -176,8 +176,8 @@ def fit_measured(measured: list[Measured]) -> Fit:
 def fit_cost(counts: Floats, seconds: Floats, weights: Floats) -> Floats:
     """Least squares on relative errors, no coefficient below zero.
 
-    `counts` [calls, 4]: pairs, rows, KV rows, tasks. Every subset of the four is tried, always with the pairs: exact
-    for so few."""
+    `counts` [calls, 4]: pairs, rows, KV rows, tasks, all above zero. Every subset of the four is tried, always with the
+    pairs, which alone fit somehow: exact for so few."""
     if (weights > 0).sum() < 4 or not (seconds > 0).all() or not np.isfinite(seconds).all():
         raise CADError(
             f"{len(seconds)} measured calls with {seconds.min(initial=np.inf):.3g} s at least cannot be fitted; "
@@ -188,19 +188,12 @@ def fit_cost(counts: Floats, seconds: Floats, weights: Floats) -> Floats:
     for others in (chosen for size in range(4) for chosen in combinations((1, 2, 3), size)):
         columns = [0, *others]
         scale = relative[:, columns].max(axis=0)
-        if not (scale > 0).all():
-            continue
         solved = np.linalg.lstsq(relative[:, columns] / scale * root[:, None], root, rcond=None)[0] / scale
         squares = float((((relative[:, columns] @ solved - 1.0) * root) ** 2).sum())
         # More terms have to be worth it: otherwise rounding decides.
         if (solved[1:] >= 0).all() and solved[0] > 0 and squares < least * (1.0 - 1e-9):
             best, least = np.zeros(4), squares
             best[columns] = solved
-    if not np.isfinite(least):
-        raise CADError(
-            "no cost per pair above zero fits the measured times: they hardly depend on the lengths. Measure longer "
-            "documents, on a machine that does nothing else"
-        )
     return best
 
 

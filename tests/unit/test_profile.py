@@ -23,7 +23,7 @@ from deepspeed_cad.cli import profile as profile_command
 from deepspeed_cad.cli import progress
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError
-from deepspeed_cad.kernels.interface import MaskRule
+from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.planner.plan import HeadShape
 from deepspeed_cad.profiles import Profile, ShapeCost, choose_profile, measure, speed
 from deepspeed_cad.profiles import profile as choice
@@ -46,6 +46,12 @@ def test_the_fit_finds_known_coefficients(true: tuple[float, ...], sizes: measur
     fit = measure.fit_measured(measured_as(true, sizes=sizes))
     np.testing.assert_allclose((fit.pair, fit.row, fit.key, fit.task), true, rtol=1e-6, atol=1e-9 * max(true))
     assert np.abs(fit.errors).max() < 1e-6
+
+
+@pytest.mark.parametrize("less", [(-1e-8, 0, 0), (0, -1e-8, 0), (0, 0, -1e-8)])
+def test_no_cost_is_below_zero_whatever_the_times_say(less: tuple[float, ...]) -> None:
+    fit = measure.fit_measured(measured_as((1e-9, *less)))
+    assert fit.pair > 0 and min(fit.row, fit.key, fit.task) >= 0
 
 
 @pytest.mark.parametrize(("sizes", "most"), [(measure.CPU, 1), (replace(measure.CPU, tokens=16), 1 << 40)])
@@ -131,9 +137,13 @@ def test_of_all_rounds_the_least_counts(monkeypatch: pytest.MonkeyPatch) -> None
     assert how == {("a kernel", CPU, USUAL_SHAPE, 3, 0.5)}
 
 
-@pytest.mark.parametrize("measured", [measured_as((0, 0, 0, 0)), measured_as((1.0, 0, 0, 0))[:3]])
+PAIRS_ALONE = measured_as((1.0, 0, 0, 0))
+SHARDS = [one for one in PAIRS_ALONE if one.call.begin.any()]
+
+
+@pytest.mark.parametrize("measured", [measured_as((0, 0, 0, 0)), SHARDS[:3], [*SHARDS[:3], PAIRS_ALONE[-1]]])
 def test_the_fit_refuses_times_that_say_nothing(measured: Any) -> None:
-    assert measure.fit_measured(measured_as((1.0, 0, 0, 0))[:4]).pair == pytest.approx(1.0), "one more says enough"
+    assert measure.fit_measured(SHARDS[:4]).pair == pytest.approx(1.0), "one more says enough, if it is fitted"
     with pytest.raises(CADError, match="cannot be fitted"), np.errstate(divide="ignore", invalid="ignore"):
         measure.fit_measured(measured)
 
@@ -152,7 +162,8 @@ def test_ratios_become_seconds_of_this_machine(monkeypatch: Any, caplog: pytest.
     (entry,), (ratio,) = found.entries, GENERIC_GPU.entries
     scale = 3.0 / (131328 * ratio.pair + 512 * ratio.row + 512 * ratio.key)
     assert (entry.pair, entry.row, entry.key) == pytest.approx((scale, scale * 490, scale * 250))
-    assert (found.unit, found.kernel) == ("seconds", "torch_math, timed at start") and "ratios; 3e+03" in found.source
+    assert (found.unit, found.kernel) == ("seconds", "torch_math, timed at start")
+    assert found.source == "any GPU: ratios; 3e+03 ms for 512 tokens of one head group"
     assert speed.in_seconds(GENERIC_GPU, CPU, "torch_math").cost_for(USUAL_SHAPE).of(0, 512) == pytest.approx(3.0)
     monkeypatch.undo()
     before = torch.get_rng_state()
@@ -189,7 +200,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, kerne
     monkeypatch.setattr(choice, "user_path", lambda *_: tmp_path / "mine" / "profile.json")
 
 
-def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "deepspeed_cad")
     pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_4")
     shipped = choose_profile("auto", GPU)
     assert (shipped.machine, shipped.kernel, shipped.unit) == ("NVIDIA H200", "flash_attn_4", "seconds")
@@ -198,6 +210,7 @@ def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.M
     mine = replace(PROFILE, machine="NVIDIA H200")
     mine.save(choice.user_path("", ""))
     assert choose_profile("auto", GPU) == mine and choose_profile("pairs", GPU) is PAIRS and PAIRS.name == "pairs"
+    assert f"attention costs what {choice.user_path('', '')} says (NVIDIA H200, flash_attn_4)" in caplog.text
     pretend(monkeypatch, tmp_path, "NVIDIA H200", "flash_attn_3")
     assert choose_profile("auto", GPU) is GENERIC_GPU, "a profile of another kernel"
     assert choose_profile("auto", CPU) is PAIRS
@@ -206,6 +219,16 @@ def test_auto_takes_the_users_then_the_shipped_then_ratios(monkeypatch: pytest.M
         choose_profile("auto", GPU)
     monkeypatch.setattr(choice, "user_path", lambda *_: tmp_path / ("x" * 300))
     assert choose_profile("auto", GPU) is GENERIC_GPU, "a folder that the system refuses to look into"
+
+
+@pytest.mark.parametrize("device, dtype", [(CPU, torch.float32), (GPU, torch.bfloat16)])
+def test_the_kernel_of_ordinary_heads_is_the_first_that_is_willing(monkeypatch: Any, device: Any, dtype: Any) -> None:
+    need = KernelNeed(device, dtype, 128, 128, 4)
+    refuse = {"no": repr, "one": lambda asked: None if asked == need else "no", "two": lambda asked: None}
+    kernels = [SimpleNamespace(name=name, refuse=reason) for name, reason in refuse.items()]
+    monkeypatch.setattr("deepspeed_cad.kernels.registry.KERNELS", kernels)
+    found = [choice.expected_kernel(name, device) for name in ("auto", "no", "two", "of our own")]
+    assert found == ["one", "no", "two", "of our own"]
 
 
 def test_whatever_stops_rank_0_while_it_looks_for_costs_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +243,7 @@ def test_whatever_stops_rank_0_while_it_looks_for_costs_is_said_to_all(monkeypat
     (GENERIC_GPU, True, True, GENERIC_GPU), (PAIRS, True, False, PAIRS),
 ])  # fmt: skip
 def test_ratios_become_seconds_where_times_may_count(
-    monkeypatch: pytest.MonkeyPatch, found: Profile, exchanges: bool, deterministic: bool, shared: Profile
+    monkeypatch: Any, found: Profile, exchanges: bool, deterministic: bool, shared: Profile
 ) -> None:
     monkeypatch.setattr(groups, "choose_profile", lambda *given: {("auto", CPU, "auto"): found}[given])
     monkeypatch.setattr(groups, "in_seconds", lambda *given: {(GENERIC_GPU, CPU, "auto"): PROFILE}[given])
@@ -266,6 +289,7 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     ({"entries": []}, "no entries"), ({"speed": 1}, "unknown key 'speed'; its keys are machine"),
     ({"machine": None}, "None at machine"), ({"unit": "hours"}, "'hours' at unit"),
     ({"between": "fast"}, "'fast' at between"), ({"entries": [{"pair": 1.0}]}, "no key 'shape' at entries"),
+    ({"inside": 0}, "0 at inside"), ({"entry.row": -1e-9}, "-1e-09 at entries.0..row"),
     ({"entry.pair": 0}, "0 at entries.0..pair"), ({"entry.task": True}, "True at entries.0..task"),
     ({"shape.groups": 5}, "32 query heads in 5 groups"),
     ({"shape.head_dim": 1.5}, "1.5 at entries.0..shape.head_dim"), ({"shape.head_dim": 0}, "0 at entries.0..shape"),
@@ -286,33 +310,15 @@ def test_bad_files_are_refused_with_the_place(change: Any, said: str, tmp_path: 
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--heads", "6", "--kv-heads", "4"], "expected a multiple"),
-    (["--head-dim", "0"], "--head-dim is 0"),
+    (["--heads", "6", "--kv-heads", "4"], "expected a multiple"), (["--head-dim", "0"], "--head-dim is 0"),
     (["--kernel", "nonsense"], 'no kernel "nonsense"'),
-    (["--output", "profile"], "expected a .json file"),
+    (["--output", "profile"], "expected a .json file"), (["--transport", "nonsense"], 'key "transport" is "nonsense"'),
 ])  # fmt: skip
 def test_the_subcommand_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *words]) == 2 and said in capsys.readouterr().err
 
 
 TINY = replace(measure.CPU, tokens=64, documents=(16, 64), shards=(8,), prefixes=(32, 64), repeats=1, rounds=1)
-
-
-def test_the_subcommand_writes_and_adds(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    monkeypatch.setattr(profile_command, "sizes_for", lambda device, quick: TINY)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(profile_command, "NOISY", float("inf"))  # so few and short calls fit as they may
-    monkeypatch.setattr(progress, "QUIET", 0.001)
-    path = tmp_path / "profile.json"
-    words = ["profile", "--output", str(path), "--kernel", "torch_math", "--kv-heads", "2"]
-    for heads in ("4", "8"):
-        assert cli.main([*words, "--heads", heads, "--head-dim", "16", "--value-dim", "8"]) == 0
-    shown, said = capsys.readouterr()
-    assert "documents of 64" in shown and "mixed lengths 1 *" in shown and "relative error" in shown
-    assert re.search(r"… attention call \d+ of \d+, \d+ s\n", said) and "…" not in shown
-    profile = Profile.load(path)
-    assert [entry.shape for entry in profile.entries] == [HeadShape(8, 2, 16, 8, 4), HeadShape(4, 2, 16, 8, 4)]
-    assert (profile.kernel, profile.unit, profile.inside) == ("torch_math", "seconds", None)
 
 
 TRUE = (2e-9, 1e-7, 5e-8, 1e-5)
@@ -323,9 +329,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far the times of each round are off, one factor for every second call; rounds that are left are exact."""
     off: list[float] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(profile_command, "sizes_for", lambda device, quick: replace(measure.CPU_QUICK, rounds=1))
 
     def measure_calls(kernel: Any, device: Any, shape: HeadShape, sizes: measure.Sizes, tell: Any) -> Any:
+        assert (kernel.name, device) == ("torch_math", CPU)
         factor, found = off.pop(0) if off else 1.0, measured_as(TRUE, sizes=sizes, groups=shape.groups)
         return [replace(one, forward=one.forward * factor) if at % 2 else one for at, one in enumerate(found)]
 
@@ -353,18 +359,35 @@ def test_the_default_file_is_what_auto_finds(timed: Any, monkeypatch: Any, tmp_p
     assert cli.main(["profile"]) == 0
     said = capsys.readouterr().out
     assert "torchrun --nproc-per-node GPUS -m deepspeed_cad.cli profile" in said and "replaced: " in said
+    assert f"{choice.machine_name(CPU)}, torch_math: " in said and f"{path}: 1 head shape of " in said
+    assert "2e-09 s a pair, 1e-07 a query row, 5e-08 a KV row, 1e-05 a task (rows as 50 pairs, KV rows as 25)" in said
     assert "name this file" not in said and set(other.parent.iterdir()) == {path, other}
     found = choose_profile("auto", CPU)
     assert found == Profile.load(path)
     (cost,) = found.entries
     assert (cost.pair, cost.row, cost.key, cost.task) == pytest.approx(TRUE, rel=1e-3)
+    assert cost.shape == replace(USUAL_SHAPE, bytes_per_element=4)
     assert found.source.startswith("deepspeed-cad ") and "--quick" not in found.source and found.commit
     timed.append(1.05)
     monkeypatch.setattr(profile_command, "expected_kernel", lambda *_: "another")
-    assert cli.main(["profile", "--quick"]) == 0
-    (cost,) = (found := Profile.load(path)).entries
+    assert cli.main(["profile", "--quick", "--heads", "16", "--value-dim", "64"]) == 0
+    cost, before = (found := Profile.load(path)).entries
+    assert before.shape.query_heads == 32 and cost.shape == HeadShape(16, 8, 128, 64, 4), "one is added"
     assert 0 < cost.error < cost.worst < 0.05 and "--quick" in found.source and found.date
-    assert "takes what was measured of another; name this file" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "takes what was measured of another; name this file" in shown
+    assert "documents of 128                        8       0.219        0.512     0.731 " in shown
+    checked = max(re.findall(r"^mixed lengths 1 \* .* -?([\d.]+)%$", shown, re.MULTILINE), key=float)
+    worst = f"mean {cost.error:.1%}, worst {cost.worst:.1%}; * not fitted, only predicted: worst {checked}%"
+    assert f"relative error: {worst}" in shown
+
+
+@pytest.mark.parametrize("git, commit", [("echo ab12c", "ab12c"), ("exit 128", "unknown"), ("", "unknown")])
+def test_a_profile_names_its_commit_where_it_is_known(monkeypatch: Any, tmp_path: Path, git: str, commit: str) -> None:
+    (tmp_path / "git").write_text(f"#!/bin/sh\n{git}\n")
+    (tmp_path / "git").chmod(0o755 if git else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert profile_command._commit() == commit
 
 
 def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) -> tuple[int, str]:
@@ -378,8 +401,10 @@ def profile_of_two(rank: int, world: int, path: str, port: int, noisy: float) ->
         patch.setattr(profile_command, "sizes_for", lambda device, quick: TINY)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(profile_command, "NOISY", noisy)
+        patch.setattr(progress, "QUIET", 0.001)
         with redirect_stdout(said), redirect_stderr(said):
-            code = cli.main(["profile", "--output", path, "--heads", "4", "--kv-heads", "2", "--head-dim", "16"])
+            words = ["--output", path, "--kernel", "torch_math", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+            code = cli.main(["profile", *words])
     return code, said.getvalue()
 
 
@@ -387,11 +412,14 @@ def test_under_a_launcher_rank_0_writes_and_links_are_measured(workers: WorkerPo
     path = tmp_path / "profile.json"
     first, second = workers.run(profile_of_two, 2, str(path), free_port(), -1.0)
     assert first[0] == 2 and "do not fit together" in first[1] and not path.exists()
-    assert second[0] == 0 and "do not fit" not in second[1], "it neither waits nor fails"
+    assert second == (0, ""), "it neither waits nor fails"
     first, second = workers.run(profile_of_two, 2, str(path), free_port(), float("inf"))
-    assert first[0] == second[0] == 0 and "GB/s from ranks of its node, by c10d" in first[1] and "GB/s" not in second[1]
+    assert re.search(r"… attention call \d+ of \d+, \d+ s\n", first[1])
+    assert first[0] == 0 and "… measuring links, " in first[1] and "GB/s from ranks of its node, by c10d" in first[1]
+    assert second == (0, "")
     profile = Profile.load(path)
-    assert profile.inside > 0 and profile.between is None and len(profile.entries) == 1
+    assert profile.inside > 0 and profile.between is None
+    assert (profile.kernel, [one.shape for one in profile.entries]) == ("torch_math", [HeadShape(4, 2, 16, 16, 4)])
 
 
 def _find(wanted: Any, took: list[float], deterministic: list[bool] | None = None) -> Any:
@@ -416,4 +444,4 @@ def test_where_speeds_are_not_known_all_count_as_equal(caplog: pytest.LogCapture
     assert "did not run at the start on ranks [1]" in caplog.text
     told: list[int] = []
     assert find_speeds("measure", CPU, "flash_attn_4", lambda mine: told.append(mine) or [mine], False) is None
-    assert told == [0, 0]
+    assert told == [0, 0] and "attention was not timed: " in caplog.text
