@@ -23,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage=f"{_COMMAND} [--cad JSON | --cad_config FILE] [flags of accelerate launch] train.py args...",
         description="accelerate launch, with CAD in every process that it starts. CAD's flags come first; everything "
         "after them is read by accelerate: accelerate launch --help.",
-        allow_abbrev=False,
     )
     add_source(parser)
     if words[:1] in (["-h"], ["--help"]):
@@ -58,7 +57,6 @@ def _launch(block: str | None, path: str | None, words: list[str]) -> None:
         # Reserved ranks must not run the script, so what each process runs first is our launcher.
         words = insert_run(words)
     request.publish()
-    sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *words])
 
 

@@ -27,9 +27,9 @@ def progress(text: str = "", loud: bool = True) -> Iterator[Callable[[str], None
 
     def say_now_and_then() -> None:
         while not done.wait(QUIET):
-            print(f"… {said[-1]}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+            print(f"… {said[-1]}, {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
-    thread = threading.Thread(target=say_now_and_then, name="deepspeed_cad progress", daemon=True)
+    thread = threading.Thread(target=say_now_and_then, name="deepspeed_cad progress")
     if loud:
         thread.start()
     try:
@@ -47,7 +47,7 @@ def write(answer: dict[str, Any], args: argparse.Namespace) -> None:
         print(json.dumps(answer))
     elif output:
         try:
-            Path(output).write_text(json.dumps(answer) + "\n", encoding="utf-8")
+            Path(output).write_text(json.dumps(answer) + "\n")
         except OSError as error:
             raise CADConfigError(f"--output: {output} cannot be written: {error.strerror}") from error
 

@@ -96,12 +96,13 @@ def started(monkeypatch) -> list[list[str]]:
 @pytest.mark.parametrize("ours, block, asked_by", [
     (["--cad", '{"tolerance": 0.1}'], {"tolerance": 0.1}, "--cad"),
     (["--cad_config=block.json"], {"overlap": "none"}, "--cad_config block.json"),
+    (["--cad", '{"enabled": false, "servers": {"joined": 1}}'], {"enabled": False, "servers": {"joined": 1}}, "--cad"),
     ([], {}, "accelerate-cad launch"),
 ])  # fmt: skip
 def test_what_accelerate_cad_gives_to_accelerate(started, tmp_path, monkeypatch, ours, block, asked_by) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "block.json").write_text('{"overlap": "none"}')
-    theirs = ["--num_processes", "2", "train.py", "--cad", "x"]
+    theirs = ["--num_processes", "2", "train.py", "--cad", "{}" if ours else "x"]  # what stands first is meant
     assert accelerate_cad.main(["launch", *ours, *theirs]) == 0
     assert started == [[sys.executable, "-m", "accelerate.commands.launch", *theirs]]
     assert read_environment() == Request(CADConfig.from_dict(block), asked_by)
