@@ -1,11 +1,15 @@
 """The console script: its subcommands, its exit codes, and what the doctor finds."""
 
+import argparse
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,9 +23,10 @@ from deepspeed_cad.cli.doctor import Finding
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADDataError
 from deepspeed_cad.exchange.probe import NAMES
+from deepspeed_cad.planner.question import KEYS
 from deepspeed_cad.server import meeting, process
 from deepspeed_cad.server.launch import Split
-from deepspeed_cad.version import OLDEST
+from deepspeed_cad.version import OLDEST, __version__
 
 WORKS = {
     "packages": [*(Finding(name, True, "2") for name in ("torch", "numpy", "native library", "deepspeed"))],
@@ -40,12 +45,35 @@ def test_every_subcommand_that_is_listed_is_there(name: str, capsys) -> None:
     purpose = cli.SUBCOMMANDS[name]
     assert left.value.code == 0 and f"usage: deepspeed-cad {name}" in shown
     assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(shown.split())
+    assert name != "plan" or all(f"\n  {key:18} {text}\n" in shown for key, text in KEYS.items())
+    import_module(f"deepspeed_cad.cli.{name}").add_arguments(parser := argparse.ArgumentParser())
+    names = "option_strings nargs const default type choices metavar".split()
+    taken = {one.dest: [getattr(one, key) for key in names] for one in parser._actions if one.dest != "help"}
+    taken = {key: [getattr(one, "__name__", str(one)) for one in facts] for key, facts in taken.items()}
+    assert taken == json.loads(Path(__file__).with_name("options.json").read_text())[name]
 
 
-def test_an_error_of_ours_is_one_line(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("size", [30, 30000])
+def test_a_reader_that_has_gone_ends_the_command_without_a_word(size: int, monkeypatch) -> None:
+    """Before all is written, or while the last of it waits to be written."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    found = f"dict.fromkeys(doctor.PROBES, [doctor.Finding('x' * {size}, True, '')])"
+    script = f"import sys; from deepspeed_cad.cli import doctor, main; doctor.examine = lambda: {found}; "
+    script += "sys.exit(10 + main(['doctor']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (11, "")
+
+
+def test_an_error_of_ours_and_the_version_are_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr(doctor, "examine", mock.Mock(side_effect=CADDataError("document 3 has no end")))
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "deepspeed-cad doctor: document 3 has no end\n"
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"deepspeed_cad {__version__}\n"
 
 
 def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
@@ -62,14 +90,11 @@ def test_reports_for_people_and_for_programs(monkeypatch, capsys) -> None:
     assert read["core_works"] is True and read["kernels"][0]["name"] == "torch_math" and read["summary"] == lines[-1]
 
 
-@pytest.mark.parametrize("section, found", [
-    ("packages", Finding("torch", False, "no", "get it")),
-    ("packages", Finding("native library", False, "not built")),
-    ("kernels", Finding("torch_math", False, "wrong numbers")),
-    ("transports", Finding("c10d", False, "failed")),
+@pytest.mark.parametrize("section, name", [
+    ("packages", "torch"), ("packages", "native library"), ("kernels", "torch_math"), ("transports", "c10d"),
 ])  # fmt: skip
-def test_exit_code_where_the_core_does_not_work(monkeypatch, section: str, found: Finding, capsys) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: WORKS | {section: [found]})
+def test_exit_code_where_the_core_does_not_work(monkeypatch, section: str, name: str, capsys) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: WORKS | {section: [Finding(name, False, "no", "get it")]})
     assert cli.main(["doctor"]) == 1 and "DOES NOT WORK" in capsys.readouterr().out
 
 
@@ -109,26 +134,31 @@ def test_autoload_is_tried_in_another_python(monkeypatch) -> None:
     assert "turned off" in doctor.try_autoload()[0].detail
 
 
-def test_transports_are_tried_between_two_processes(monkeypatch) -> None:
-    processes = [mock.Mock(returncode=0), mock.Mock()]
-    for rank, one in enumerate(processes):
-        one.communicate.return_value = f"so\n{3 + rank} GB/s", f"why\nthat is why {rank} failed"
-    monkeypatch.setattr(doctor.subprocess, "Popen", lambda words, **given: processes[int(words[-2])])
+SAYS = "print('x' * (1 << 17)), print(rank, 'of', name, 'at', os.environ['OMP_NUM_THREADS'], 'GB/s')"
+FAILS = "sys.exit('why\\nthat is why' if rank == '1' else 0)"
+
+
+@pytest.mark.parametrize("gpus, name, trial, ok, said", [
+    (1, "c10d", SAYS, True, "two processes exchanged slices on the CPU at 0 of c10d at 1 GB/s"),
+    (2, "nccl", SAYS, True, "two processes exchanged slices on GPUs at 0 of nccl at 1 GB/s"),
+    (2, "nccl", FAILS, False, "rank 1 of two processes failed: that is why"),
+    (1, "c10d", "time.sleep(99)", False, "two processes on this machine did not exchange anything within 0.1 s"),
+    (1, "nccl", FAILS, True, "NCCL; not tried, because this process sees one GPU"),
+    (1, "mixed", FAILS, False, "NCCL"), (2, "mixed", FAILS, False, "NCCL"),
+])  # fmt: skip
+def test_transports_are_tried_in_two_processes(
+    monkeypatch, gpus: int, name: str, trial: str, ok: bool, said: str
+) -> None:
+    """They write more than a pipe holds. Of what they say the last line counts."""
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **how: started.append(popen(*words, **how)) or started[-1])
     monkeypatch.setattr("deepspeed_cad.exchange.probe.probe", lambda name: (name != "mixed", "NCCL"))
-    for gpus, name, code, said in (
-        (1, "c10d", 0, "two processes exchanged slices on the CPU at 3 GB/s"),
-        (2, "nccl", 0, "two processes exchanged slices on GPUs at 3 GB/s"),
-        (2, "nccl", 1, "rank 1 of two processes failed: that is why 1 failed"),
-        (1, "nccl", 0, "NCCL; not tried, because this process sees one GPU"), (1, "mixed", 0, "NCCL"),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        processes[1].returncode = code
-        assert doctor._try_transport(name) == [Finding(name, not code and name != "mixed", said)]
-    processes[1].communicate.side_effect = subprocess.TimeoutExpired("python", 1)
-    late = "two processes on this machine did not exchange anything within 120 s"
-    assert doctor._try_transport("c10d") == [Finding("c10d", False, late)]
-    assert all(one.kill.call_count == one.wait.call_count == 4 for one in processes)
-    processes[1].communicate.assert_called_with(timeout=120)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(doctor, "_EXCHANGE", f"import os, sys, time; name, rank, store = sys.argv[1:]; {trial}")
+    monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.1 if "sleep" in trial else 120)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert doctor._try_transport(name) == [Finding(name, ok, said)]
+    assert len(started) in (0, 2) and all(one.returncode is not None for one in started)
 
 
 @pytest.mark.parametrize(
@@ -145,22 +175,22 @@ def test_gpus_are_listed_and_who_reaches_whom(monkeypatch, reach: list[list[int]
     assert first == Finding("GPUs", True, f"{len(reach)} × CUDA {torch.version.cuda}")
     gpus = [one for one in listed if one.name.startswith("GPU ")]
     assert tried == [f"cuda:{index}" for index in range(len(reach))]
-    assert [one.detail for one in gpus] == ["some GPU, 9.0, 140 GiB"] * len(reach)
+    assert [(one.ok, one.detail) for one in gpus] == [(True, "some GPU, 9.0, 140 GiB")] * len(reach)
     assert [(one.ok, one.detail) for one in listed if one.name == "peer access"] == shown
 
 
 @pytest.mark.parametrize("kernel, major, package", [
     ("flash_attn_4", 9, "flash-attn-4"), ("flash_attn_4", 8, ""), ("flash_attn_2", 8, "flash-attn"),
-    ("flash_attn_2", 9, ""), ("torch_varlen", 8, ""),
+    ("flash_attn_2", 9, ""), ("torch_varlen", 8, ""), ("flash_attn_4", 0, ""), ("flash_attn_2", 0, ""),
 ])  # fmt: skip
 def test_the_fastest_kernel_of_a_gpu_can_be_installed(monkeypatch, kernel: str, major: int, package: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major > 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(
         "deepspeed_cad.kernels.registry.try_all", lambda device: [(kernel, ok, device) for ok in (0, 1)]
     )
     found = [(one.detail.type, one.remedy.split(" ")[-1]) for one in doctor.try_kernels()]
-    assert found == [("cuda", package), ("cuda", "")]
+    assert found == [("cuda" if major else "cpu", one) for one in (package, "")]
 
 
 @pytest.mark.slow
@@ -172,21 +202,26 @@ def test_the_doctor_on_this_machine() -> None:
     read = json.loads(done.stdout)
     assert read["core_works"] and {found["name"] for found in read["transports"]} == set(NAMES)
     (c10d,) = (found for found in read["transports"] if found["name"] == "c10d")
-    assert c10d["ok"] and re.search(r"on the CPU at [\d.e+]+ GB/s$", c10d["detail"])
+    speed = re.search(r"on the CPU at ([\d.e+]+) GB/s$", c10d["detail"])
+    assert c10d["ok"] and speed and 1e-3 < float(speed[1]) < 1e3
     assert any(found["ok"] for found in read["kernels"])
 
 
 def test_serve_says_what_it_waits_for(monkeypatch, capsys) -> None:
-    said = []
+    said, given = [], []
 
     def take_place(rendezvous, timeout):
         said.append(capsys.readouterr().err)
         return Split(2, 1, 2, rendezvous), CADConfig()
 
     monkeypatch.setattr(meeting, "take_place", take_place)
-    monkeypatch.setattr(process, "serve", lambda *args: said.append(capsys.readouterr().err) or 0)
+    monkeypatch.setattr(process, "serve", lambda *args: given.extend(args) or said.append(capsys.readouterr().err) or 7)
+    for place in ("10.0.0.1", "10.0.0.1:", ":29500", "29500"):
+        assert cli.main(["serve", "--rendezvous", place]) == 2 and not said
+        assert f"--rendezvous is '{place}'; expected HOST:PORT" in capsys.readouterr().err
     assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--device", "cuda:9"]) == 2 and not said
     assert "there is no device 'cuda:9' here" in capsys.readouterr().err, "before it takes a place"
-    assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--timeout", "40"]) == 0
+    assert cli.main(["serve", "--rendezvous", "10.0.0.1:29500", "--timeout", "40", "--device", "cpu"]) == 7
+    assert (given[0].rank, *given[1:]) == (2, CADConfig(), torch.device("cpu"))
     assert "waits at most 40 s for a training at 10.0.0.1:29500" in said[0]
     assert "server 2 has found the training at 10.0.0.1:29500 and waits for its 2 trainers" in said[1]
