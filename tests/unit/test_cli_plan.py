@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from plan_checks import check_coverage
-from plans_said import QUESTIONS
+from plans_said import SAID
 from plans_said import said as said_to
 from test_compare_modes import made
 
 from deepspeed_cad import profiles
-from deepspeed_cad.cli import foresee, main, picture
+from deepspeed_cad.cli import foresee, main, picture, progress
 from deepspeed_cad.cli.plan import add_arguments
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.forecast import Setting
 from deepspeed_cad.forecast.attention import WAIT
-from deepspeed_cad.forecast.compare import MODES, Comparison
+from deepspeed_cad.forecast.compare import MODES, Comparison, label
 from deepspeed_cad.forecast.setting import ModelShape
 from deepspeed_cad.layout import Layout
 
@@ -50,7 +50,11 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = json.loads(target.read_text())
     load = np.array(out["load"])
     loads = load / load.mean()
-    assert code == 0 and f"-> {loads.max():.3f}, min/mean {loads.min():.3f}; moved" in said
+    moved, most = (f"{count / 2**20:.1f} MiB" for count in (sum(out["sent_bytes"]), max(out["received_bytes"])))
+    assert code == 0 and said.startswith(
+        f"attention max/mean 1.670 -> {loads.max():.3f}, min/mean {loads.min():.3f}; moved {moved} in a layer's "
+        f"forward, {most} to the hottest rank; {len(out['tasks'])} tasks in "
+    )
     assert set(out) >= {"tasks", "load", "sent_bytes", "received_bytes", "planning_ms"}
     tasks = np.array(out["tasks"])
     assert 1 not in tasks[:, 0] and tasks[:, 0].max() == 4
@@ -59,11 +63,14 @@ def test_documents_in_plan_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert loads.max() <= 1.02 and loads.min() >= 0.98 and sum(out["sent_bytes"]) == sum(out["received_bytes"]) > 0
     assert main(["plan", str(source), "--output", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"] == out["tasks"]
+    assert "--micro-batches is for a data set: a question has keys" in plan(capsys, source, "--micro-batches", "2")[1]
+    source.write_text(json.dumps(GOOD | {"documents": []}))
+    assert "max/mean 1.000 -> 1.000, min/mean 1.000; moved 0.0 MiB" in plan(capsys, source)[1]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", SAID)
 def test_what_is_said_and_answered_changes_on_purpose(question: str) -> None:
-    assert said_to(question) == json.loads(Path(__file__).with_name("plans_said.json").read_text())[question]
+    assert said_to(question) == SAID[question]
 
 
 def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +85,7 @@ def test_a_hybrid_with_documents_that_span_gpus(tmp_path: Path, capsys: pytest.C
 
 def test_bad_values_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
     """The model and the data do not exist, torch is not imported."""
-    script = "import sys; from deepspeed_cad.cli import main; code = main(sys.argv[1:]); "
+    script = "import sys; from deepspeed_cad.cli import main; code = main(); "
     script += "sys.exit(code if not {'torch', 'transformers', 'datasets'} & set(sys.modules) else 9)"
     for words, said in (
         (["--tolerance", "2"], 'key "tolerance" is 2.0; allowed: a number between 0 and 1'),
@@ -100,8 +107,9 @@ def test_a_profile_of_ones_own_is_taken_as_it_is(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero3"])
-def test_pictures_of_what_is_foreseen(sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_what_is_foreseen(sharding: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(progress, "QUIET", 0.001)
     folder = tmp_path / "of a run" / "pictures"
     if sharding == "zero3":
         folder.mkdir(parents=True)
@@ -111,6 +119,7 @@ def test_pictures_of_what_is_foreseen(sharding: str, tmp_path: Path, capsys: pyt
     assert code == 0 and {path.name for path in folder.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.iterdir())
     assert all(f"drew {folder / name}" in said for name in names)
+    assert "… pictures: 4 GPUs, " in said
     assert re.search(r"^ +tokens/s.* exposed$\n^ +/GPU.* exch. %$", said, re.MULTILINE)
 
 
@@ -118,10 +127,8 @@ def test_pictures_of_what_is_foreseen(sharding: str, tmp_path: Path, capsys: pyt
     ("", (2, 4, 8, 16, 32, 64), 8, (1, 2, 3, 4, 6, 8)),
     ("--tensor 2 --pipeline 2 --ranks-per-node 12,4", (8, 16, 32, 64), 4, (1, 2)),
 ])  # fmt: skip
-def test_points_of_curves(
-    more: str, ranks: tuple[int, ...], per_host: int, servers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four steps of the same documents at each, however few there are; a mode is drawn where it fits."""
+def test_points_of_curves(more: str, ranks: Any, per_host: int, servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps of the same documents at each, be there more or fewer; a mode is drawn where it fits."""
     asked, drawn = [], {}
 
     def compare(own: Setting, steps: Any, modes: Any, reserved: int | None, fewer: Any) -> Comparison:
@@ -136,7 +143,7 @@ def test_points_of_curves(
     monkeypatch.setattr(foresee, "draw_curves", lambda over, curves, path: drawn.update({over: curves}))
     words = "x --ranks 16 --context 4096 --packing none --batch 3 --micro-batches 2 --pictures x"
     args, names, contexts = options(*words.split(), *more.split()), ["plain", "cad"], [1024 << n for n in range(5)]
-    given = foresee.read_setting(args, ModelShape()), [1000, 20000], args, names, len
+    given = foresee.read_setting(args, ModelShape()), [1000, 20000] * 60, args, names, len
     assert foresee.draw(Comparison((), {}), *given) == ["x/step.png", "x/ranks.png", "x/context.png"]
     assert asked == [
         *((one, min(one, per_host), 4096, None, names) for one in ranks),
@@ -149,54 +156,48 @@ def test_points_of_curves(
     }
 
 
-def test_a_step_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    axes, bars = pytest.importorskip("matplotlib.axes").Axes, np.zeros(2)
-    draw = axes.barh
-    monkeypatch.setattr(axes, "barh", lambda axis, row, *rest, **how: (
-        np.add.at(bars, row, rest[0]), draw(axis, row, *rest, **how)))  # fmt: skip
+@pytest.fixture
+def axes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What pictures are drawn on."""
+    pytest.importorskip("matplotlib")
+    made, subplots = list[Any](), picture._subplots
+    monkeypatch.setattr(picture, "_subplots", lambda **how: made.append(subplots(**how)) or made[-1])
+    return made
+
+
+def test_a_step_in_files(tmp_path: Path, axes: list[Any]) -> None:
+    """The bar of a mode is as long as its step, and its parts follow one another."""
     found = Comparison((made("plain", 1.0), made("cad", 0.5, waiting=0.1)), {})
     picture.draw_step(found, str(tmp_path / "step.png"))
-    assert bars == pytest.approx([one.seconds.total for one in found.found])
+    (_, axis) = axes[0]
+    ends = [0.0, 0.0]
+    for bar in axis.patches:
+        row = round(bar.get_y() + bar.get_height() / 2)
+        assert bar.get_x() == pytest.approx(ends[row])
+        ends[row] += bar.get_width()
+    assert ends == pytest.approx([one.seconds.total for one in found.found]) and max(ends) < axis.get_xlim()[1]
+    assert axis.get_legend_handles_labels()[1] == list(picture.PARTS) and axis.get_legend()
+    assert [one.get_text() for one in axis.get_yticklabels()] == [label(one) for one in found.found]
+    said = [f"{one.tokens_per_second:,.0f} tokens/s/GPU" for one in found.found]
+    assert [(one.get_text().strip(), one.get_position()) for one in axis.texts] == list(zip(said, zip(ends, (0, 1))))
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
     for wrong in (tmp_path / "none" / "step.png", tmp_path / "step.nosuch"):
         with pytest.raises(CADError, match=f"picture {wrong} cannot be written"):
             picture.draw_curves("GPUs", {}, str(wrong))  # nothing fits anywhere
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--link-between", "0"], "--link-between is 0.0; expected GB/s above 0"),
-    (["--link-inside", "nan"], "--link-inside is nan; expected GB/s above 0"),
-    (["--ranks", "4", "--ranks-per-node", "3,2"], "hosts of 3, 2 ranks have 5; there are 4"),
-    (["--cost", "nosuch.json"], "--cost: there is no file nosuch.json"),
-    (["--sharding", "fsdp", "--offload-optimizer"], "--offload-optimizer with fsdp"),
-    (["--keep", "host", "--recompute-attention"], 'key "keep" is "host"; allowed: "device"'),
-    (["--pipeline", "2", "--recompute-attention"], "--recompute-attention with --pipeline"),
-    (["--ranks-per-node", "0"], "--ranks-per-node is '0'; expected a number of GPUs"),
-    (["--ranks-per-node", "8,x"], "--ranks-per-node is '8,x'"),
-    (["--batch", "0"], "--batch is 0; expected at least 1"),
-    (["--micro-batches", "0"], "--micro-batches is 0; expected at least 1"),
-    (["--passes", "forward"], "--passes is 'forward'; expected train once, and forward as often as there is one"),
-    (["--passes", "train,forward", "--pipeline", "2"], "--passes with --pipeline"),
-    (["--batch", "2"], "--batch: --packing in_order fills whole rows"),
-    (["--packing", "by_work", "--micro-batches", "2"], "--micro-batches with --packing by_work"),
-    (["--memory", "0"], "--memory is 0.0; expected GiB above 0"),
-    (["--machine", "b300"], "there is no machine 'b300'"),
-    (["--modes", "plain,nosuch"], "--modes: there is no mode 'nosuch'"),
-    (["--reserve", "some"], "--reserve is 'some'; expected"),
-    (
-        ["--ranks", "7", "--modes", "ulysses,gathered"],
-        "no mode that is asked for can run on 7 GPUs: Ulysses: 32 query heads and 7 seats have no common divisor; "
-        "all-gather CP: 7 seats cannot be divided by 2",
-    ),
-    (["--modes", "cad reserved", "--reserve", "none"], "--reserve none leaves nothing"),
-    (["--modes", "cad reserved", "--reserve", "9"], "9 servers of 8 seats leave no server or no trainer"),
-    (["--ranks", "100000000"], "documents would be drawn, more than 2e+07: ask for fewer --ranks"),
-    (["--ranks", "64", "--tensor", "64"], "32 query and 8 KV heads cannot be divided by 64 tensor-parallel ranks"),
-    (["--output", "nosuch/x.json"], "--output: nosuch/x.json cannot be written: there is no folder nosuch"),
-])  # fmt: skip
-def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    code, shown = plan(capsys, "long-mix", "--steps", "1", *words)
-    assert code == 2 and said in shown and shown.count("\n") == 1
+@pytest.mark.parametrize("values, scale", [((2, 4, 8), "log"), ((2, 4, 7), "linear"), ((8,), "linear")])
+def test_a_curve_for_each_mode_that_fits_somewhere(tmp_path: Path, axes: list[Any], values: Any, scale: str) -> None:
+    points = [(one, 10.0 * one) for one in values]
+    picture.draw_curves("GPUs", {"plain": points, "cad": [], "plain kept": points}, str(tmp_path / "x.png"))
+    (_, axis) = axes[0]
+    drawn = [
+        (one.get_label(), one.get_linestyle(), one.get_color(), *map(tuple, one.get_xydata())) for one in axis.lines
+    ]
+    assert drawn == [(MODES[mode], style, "C0", *points) for mode, style in (("plain", "-"), ("plain kept", "--"))]
+    assert axis.get_legend() and axis.get_ylim()[0] == 0
+    assert (axis.get_xlabel(), axis.get_ylabel(), axis.get_xscale()) == ("GPUs", "tokens/s/GPU", scale)
+    assert scale != "log" or [one.get_text() for one in axis.get_xticklabels()] == [str(one) for one in values]
 
 
 @pytest.mark.parametrize("words, modes, servers", [
@@ -207,22 +208,3 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
 ])  # fmt: skip
 def test_modes_that_are_foreseen(words: list[str], modes: str, servers: int | None) -> None:
     assert foresee.wanted_modes(options("x", *words)) == (modes.split(","), servers)
-
-
-@pytest.mark.parametrize("content, said", [
-    ("{", "is not JSON"), (None, "in.json cannot be read"),
-    ("3\n0\n5\n", "line 2: '0'; expected the tokens of a document"), ("3\n\n4.5\n", "line 3: '4.5'; expected"),
-    ("[3, 4, -1]", "entry 2: -1; expected"), ("[3, 4", "is not a JSON list of lengths"),
-    ("[3, [4, 5, 6]]", "entry 1: [4, 5, 6]; expected"), ("length\n12\n13\n", "line 1: 'length'; expected"),
-])  # fmt: skip
-def test_bad_files_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
-) -> None:
-    """Questions to the planner, and lengths."""
-    file = tmp_path / ("lengths.txt" if content and content[0] != "{" else "in.json")
-    if content is not None:
-        file.write_text(content)
-    code, shown = plan(capsys, file)
-    assert code == 2 and said in shown and file.name in shown and shown.count("\n") == 1
-    file.write_text("[3, 4]")
-    assert "2 documents with 7 tokens do not fill one step of 8 ranks" in plan(capsys, file)[1]
