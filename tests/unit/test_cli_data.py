@@ -15,7 +15,7 @@ from model_cases import NEW
 
 from deepspeed_cad.cli import main
 from deepspeed_cad.cli.data.checkpoint import read_model_shape
-from deepspeed_cad.cli.data.documents import BATCH, _count_documents
+from deepspeed_cad.cli.data.documents import BATCH, _count_documents, _joined, _open_file, read_lengths
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.forecast.packing import TRL_BATCH, say_cut, trl_rows
 from deepspeed_cad.forecast.setting import SHAPES, StateLayers
@@ -107,11 +107,12 @@ def test_every_format_gives_the_same_lengths(tmp_path: Path, plan: Plan, name: s
 
 
 def test_several_files_and_patterns(tmp_path: Path, plan: Plan) -> None:
-    for part in ("a", "b"):
-        (tmp_path / part).mkdir()
+    for part in ("a", "b/c"):
+        (tmp_path / part).mkdir(parents=True)
         _write(tmp_path / part, "table.parquet")
     csv = _write(tmp_path, "table.csv")
-    assert plan(tmp_path / "*" / "*.parquet")[1]["documents"] == 2 * len(LENGTHS)
+    assert isinstance(_open_file(datasets, csv)[1](), datasets.IterableDataset), "nothing is converted"
+    assert plan(tmp_path / "*" / "*.parquet")[1]["documents"] == len(LENGTHS)
     assert plan(tmp_path / "**" / "*.parquet", csv)[1]["tokens"] == 3 * sum(LENGTHS)
     code, _, said = plan(tmp_path / "*.arrow")
     assert code == 2 and "does not exist or fits no file" in said
@@ -142,6 +143,11 @@ def test_a_prompt_and_its_answer_are_one_document(tmp_path: Path, plan: Plan) ->
     (tmp_path / "lengths.txt").write_text("".join(f"20 {n}\n" for n in range(100, 108)))
     for name in ("lengths.json", "lengths.txt"):
         assert plan(tmp_path / name, tokenize=False)[1]["tokens"] == sum(range(120, 128))
+    chat = [{"role": "user", "content": "w"}]
+    assert _joined([chat, "w w"], "") == [*chat, {"role": "assistant", "content": "w w"}]
+    assert _joined(["", [1, 2]], "") == _joined([[1, 2], ""], "") == [1, 2]
+    (tmp_path / "most.txt").write_text(f"1\n{(1 << 31) - 1}\n7\n")
+    assert read_lengths([str(tmp_path / "most.txt")], 0, None, None, 2, [], print) == [1, (1 << 31) - 1]
 
 
 def test_chats_are_counted_as_the_template_writes_them(tmp_path: Path, plan: Plan, tokenizer: Path) -> None:
@@ -151,12 +157,15 @@ def test_chats_are_counted_as_the_template_writes_them(tmp_path: Path, plan: Pla
     assert plan(path, "--tokenizer", tokenizer.with_name("plain0"), tokenize=False)[1]["longest"] == 30
 
 
-def test_nothing_is_read_behind_the_limit() -> None:
+def test_nothing_is_read_behind_the_limit_and_how_far_it_is_is_told(tokenizer: Path) -> None:
     def found() -> Iterator[list[int]]:
         yield from ([1, 2], [], [3], [4, 5])
         raise AssertionError("read on")
 
     assert _count_documents(found(), None, 2, print) == [2, 1]
+    told: list[str] = []
+    assert _count_documents(["w w"] * (BATCH + 1), str(tokenizer), 999, told.append) == [2] * (BATCH + 1)
+    assert told == [f"{BATCH} documents read"]
 
 
 def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Plan) -> None:
@@ -175,12 +184,32 @@ def test_a_limit_and_more_texts_than_a_batch(tmp_path: Path, plan: Plan) -> None
     ("shares.jsonl", '{"text": [1.5]}\n', "row 0: 'text' is list '[1.5]'; expected text"),
     ("blank.jsonl", '{"text": ""}\n', "blank.jsonl holds no documents"),
     ("binary.bin", "\udcff", "binary.bin cannot be read: UnicodeDecodeError"),
+    ("prose.txt", "w w\nw\n7\n", "1 documents with 4 tokens do not fill one step"),
     ("one.json", '{"rows": [1]}', "one.json has none of input_ids, text, messages; its fields: rows"),
+    # Questions, and lengths.
+    ("in.json", "{", "in.json is not JSON"), ("in.json", None, "in.json cannot be read: No such file"),
+    ("of.txt", "3\n0\n5\n", "of.txt, line 2: '0'; expected the tokens of a document"),
+    ("of.txt", "3\n\n4.5\n", "of.txt, line 3: '4.5'; expected"), ("of.txt", "3\n4\n\udcff\n", "line 3: '\ufffd'; "),
+    ("of.txt", "length\n12\n", "line 1: 'length'; expected"), ("of.txt", "2147483648\n", "line 1: '2147483648'; "),
+    ("of.txt", "[3, 4, -1]", "of.txt, entry 2: -1; expected"), ("of.txt", "[3, 4", "is not a JSON list of lengths"),
+    ("of.txt", "[3, [4, 5, 6]]", "entry 1: [4, 5, 6]; expected"),
+    ("of.txt", "[3, 4]", "2 documents with 7 tokens do not fill one step of 2 ranks with 64 tokens"),
+    # Models.
+    ("config.json", None, "cannot be read: No such file"), ("config.json", "{", "is not JSON"),
+    ("config.json", "[]", "holds a list"), ("config.json", '{"model_type": "paligemma"}', "tokens of an image"),
+    ("config.json", '{"model_type": "of_our_own"}',
+     "no attribute 'num_attention_heads' (model_type 'of_our_own' is not known here)"),
+    ("config.json", '{"model_type": "x", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, plan: Plan, name: str, content: str, said: str) -> None:
-    (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-    code, answer, shown = plan(tmp_path / name)
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, plan: Plan, name: str, content: Any, said: str) -> None:
+    datasets.enable_progress_bars(), datasets.logging.set_verbosity_warning()
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    model = name == "config.json"
+    code, answer, shown = plan(*(["chat", "--model", tmp_path] if model else [tmp_path / name]))
     assert code == 2 and answer is None and said in shown and shown.count("\n") == 1
+    if "cannot be read: " in said and content and not model:
+        assert datasets.are_progress_bars_disabled() and datasets.logging.get_verbosity() == datasets.logging.CRITICAL
 
 
 @pytest.mark.parametrize("kind", ["table.parquet", "texts"])
@@ -210,7 +239,7 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_left_out_and_counted(tmp_path
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes a package impossible to import from ours."""
     real = builtins.__import__
 
@@ -222,16 +251,14 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
         monkeypatch.setattr(builtins, "__import__", load)
 
-    yield forbid
+    return forbid
 
 
 @pytest.mark.parametrize("package, remedy", [
     ("datasets", 'reading a data set needs Hugging Face datasets: pip install "deepspeed_cad[plan]"'),
     ("transformers", 'reading text needs transformers: pip install "deepspeed_cad[plan]"'),
 ])  # fmt: skip
-def test_a_missing_package_comes_with_its_remedy(
-    tmp_path: Path, plan: Plan, without: Callable[[str], None], package: str, remedy: str
-) -> None:
+def test_a_missing_package_has_a_remedy(tmp_path: Path, plan: Plan, without: Any, package: str, remedy: str) -> None:
     path = _write(tmp_path, "lines.jsonl")
     without(package)
     code, _, said = plan(path)
@@ -244,10 +271,7 @@ def test_rows_are_those_of_trl(strategy: str) -> None:
     lengths = np.maximum(0, np.random.default_rng(1).lognormal(3.0, 1.3, TRL_BATCH + 300).astype(int)).tolist()
     data = datasets.Dataset.from_dict({"input_ids": [[7] * length for length in lengths]})
     packed = pack_dataset(data, seq_length=128, strategy=strategy)
-    if strategy == "wrapped":
-        expected = [[len(ids)] for ids in packed["input_ids"]]
-    else:
-        expected = [list(row) for row in packed["seq_lengths"]]
+    expected = [[len(one["input_ids"])] if strategy == "wrapped" else list(one["seq_lengths"]) for one in packed]
     assert trl_rows(lengths, 128, strategy) == expected
 
 
@@ -261,14 +285,14 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("packing, says", [
-    ("bfd", "their ends are dropped, 250 tokens (35.7 %)"),
-    ("spanning", "they go on on the next GPU and stay whole; only the ends of a step cut documents"),
-    ("bfd_split", "each is split there, and its parts do not attend to each other"),
-])  # fmt: skip
-def test_what_becomes_of_documents_longer_than_a_row_is_said(packing: str, says: str) -> None:
-    assert say_cut([150, 250, 300], 150, packing) == f"2 documents are longer than a row of 150 tokens: {says}"
-    assert say_cut([100, 150], 150, packing) == "no document is longer than a row"
+def test_what_becomes_of_documents_longer_than_a_row_is_said() -> None:
+    for packing, says in {
+        "bfd": "their ends are dropped, 250 tokens (35.7 %)",
+        "spanning": "they go on on the next GPU and stay whole; only the ends of a step cut documents",
+        "bfd_split": "each is split there, and its parts do not attend to each other",
+    }.items():
+        assert say_cut([150, 250, 300], 150, packing) == f"2 documents are longer than a row of 150 tokens: {says}"
+        assert say_cut([100, 150], 150, packing) == "no document is longer than a row"
 
 
 @pytest.mark.parametrize("config, change", [
@@ -310,8 +334,8 @@ def test_layers_that_carry_state_are_read_off_the_model_and_what_is_not_foreseen
     assert read["lfm2"].state == StateLayers(1, 31, 4 * 2560 * 2560, 0, 0, False)
 
 
-def test_names_are_those_of_checkpoints_and_files_are_read_without_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: Callable[[str], None]
+def test_names_are_of_checkpoints_and_files_need_no_transformers(
+    tmp_path: Path, monkeypatch: Any, without: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     cached = mock.Mock(side_effect=[tmp_path / "config.json", OSError("no such repository\nno network")])
@@ -322,18 +346,3 @@ def test_names_are_those_of_checkpoints_and_files_are_read_without_transformers(
             read_model_shape("x")
         without("transformers")
     assert vars(read_model_shape(str(tmp_path))) == SHAPE
-
-
-@pytest.mark.parametrize("content, said", [
-    (None, "cannot be read: No such file"),
-    ("{", "is not JSON"),
-    ("[]", "holds a list"),
-    ('{"model_type": "of_our_own"}', "no attribute 'num_attention_heads' (model_type 'of_our_own' is not known here)"),
-    ('{"model_type": "paligemma"}', "tokens of an image see each other"),
-    ('{"model_type": "of_our_own", "num_attention_heads": 0, "hidden_size": 8}', "is not the config.json"),
-])  # fmt: skip
-def test_what_is_no_model(tmp_path: Path, plan: Plan, content: str | None, said: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    code, _, shown = plan(_write(tmp_path, "list.json"), "--model", tmp_path)
-    assert code == 2 and said in shown and shown.count("\n") == 1
