@@ -73,6 +73,8 @@ def test_idle_in_a_timeline() -> None:
     trainers, servers = find_idle(_timeline())
     assert trainers == pytest.approx({0: 0.2, 1: 0.0}) and servers == pytest.approx({2: 0.35})
     assert find_idle({"traceEvents": []}) == ({}, {})
+    longer = to_events(2, [Span("serving A", "served", 0, False, 0.0, 12.0)], serves=True)
+    assert find_idle({"traceEvents": _timeline(serves=False)["traceEvents"] + longer})[1] == {2: 0.0}
     assert covered([(3.0, 4.0), (0.0, 2.0), (1.0, 1.5)]) == 3.0
 
 

@@ -121,35 +121,24 @@ def test_a_forked_worker_has_no_session_to_end() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def _crash(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.last_value", ValueError("no data"), raising=False)
-    _end()
-    assert session.ended == "ValueError: no data", "servers are told"
-
-
-def _exit_under_the_launcher(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    farewell(why_ended(SystemExit(3)))  # by os._exit, perhaps
-
-
-def _close_while_an_error_passes(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _close_while_an_error_passes(session: Any) -> None:
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         close_session()
 
 
-def _go_on_after_a_forward_that_raised(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    session.plans.abandoned = "rank 0: out of memory"
-    _end()
-
-
 @pytest.mark.parametrize("end, reason", [
-    (_crash, "ValueError: no data"), (_exit_under_the_launcher, "exit code 3"),
+    (lambda session: _end(), "ValueError: no data"),
+    (lambda session: farewell(why_ended(SystemExit(3))), "exit code 3"),  # under the launcher, by os._exit perhaps
     (_close_while_an_error_passes, "KeyboardInterrupt"),
-    (_go_on_after_a_forward_that_raised, "rank 0: out of memory"),
+    (lambda session: setattr(session.plans, "abandoned", "rank 0: out of memory") or _end(), "rank 0: out of memory"),
 ])  # fmt: skip
 def test_the_last_line_tells_a_crash(end: Any, reason: str, monkeypatch: Any, capfd: Any) -> None:
-    end(train(), monkeypatch)
+    if "no data" in reason:
+        monkeypatch.setattr("sys.last_value", ValueError("no data"), raising=False)
+    end(session := train())
+    assert reason in (session.ended, session.plans.abandoned), "servers are told"
     said = [line for line in capfd.readouterr().err.splitlines() if "CAD is done" in line or "CAD stopped" in line]
     assert len(said) == 1 and said[0].startswith(f"deepspeed_cad: CAD stopped early ({reason}): 1 micro-batch, ")
     close_session()
@@ -171,6 +160,17 @@ def test_a_rank_describes_itself(landing: int, limit: float, words: str) -> None
         begin = f"rank 0 of 2 attention servers{beside}, nothing to exchange, overlap {facts.overlap}"
         assert said == f"{begin}, tolerance 0.02, cost none{words}"
     assert "; 5 MiB of host memory for what attention keeps; rank 0 of 2, " in session_lines.summary(facts)
+    balance = "attention max/mean 1.00 → 1.00 in the first micro-batch, rank 0 sent 1.5 MiB in its forward"
+    means = "transport c10d, links 3, speeds 1 2, kernel a, b"
+    facts = replace(facts, trainers=4, transport="c10d", links="links 3", speeds="speeds 1 2, ", kernels=("a", "b"))
+    facts = replace(facts, statistics=Statistics(bytes_sent=3 << 19))
+    for change, said in (
+        ({"servers_at_start": 1, "arranged": "dealt"}, f"4 trainers and 1 reserved server, {means}; {balance}; dealt"),
+        ({"shares": 2, "pieces": True}, f"4 ranks (2 replicas of 2 by Ulysses), {means}; {balance}"),
+        ({"shares": 4}, "4 ranks (1 replica of 4 by tensor parallelism): there is nothing to balance, and attention "
+         "stays where it is"),
+    ):  # fmt: skip
+        assert session_lines.first_line(replace(facts, **change)) == f"CAD is on: {said}"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level, handler_level, shown", [

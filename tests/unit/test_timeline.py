@@ -26,7 +26,7 @@ def test_what_lies_between_spans_is_the_models() -> None:
     assert trace.name_gaps(spans) == [Span(COMPUTE, trace.MODEL, *gap) for gap in gaps]
 
 
-def test_ranks_share_one_clock(tmp_path: Path) -> None:
+def test_ranks_share_one_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     for rank in (0, 1):
         assert not merge_parts(path, 2)
@@ -39,6 +39,10 @@ def test_ranks_share_one_clock(tmp_path: Path) -> None:
         {"name": "lane"}, {"name": "x", "ts": 5.0, "dur": 0.123},
     ]  # fmt: skip
     assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+    # Of two ranks that see all parts at once the other may be the quicker one.
+    part_path(path, 0).write_text(json.dumps({"began": 0.0, "traceEvents": []}))
+    monkeypatch.setattr(trace, "write_json", lambda *_: part_path(path, 0).unlink())
+    assert merge_parts(path, 1)
 
 
 def test_two_micro_batches_are_recorded_behind_the_warm_up(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
@@ -46,10 +50,13 @@ def test_two_micro_batches_are_recorded_behind_the_warm_up(tmp_path: Path, monke
     caplog.set_level("INFO", "deepspeed_cad")
     clock, path, layer = SimpleNamespace(now=5.0), tmp_path / "trace.json", {"layer": "layer 0"}
     monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 100.0))
+    assert [one.steps for one in (open_tracer(str(path), CPU, 0, 1),) if one] == [3], "where nobody says"
     monkeypatch.setenv(trace.STEPS_VARIABLE, "2")
+    assert open_tracer("", CPU, 0, 1) is None
+    monkeypatch.setenv(trace.PATH_VARIABLE, str(path))
     path.write_text("old"), part_path(path, 0).write_text("old")
-    tracer: Any = open_tracer(str(path), CPU, 0, 1)
-    assert open_tracer("", CPU, 0, 1) is None and not part_path(path, 0).exists()
+    tracer: Any = open_tracer("of the config", CPU, 0, 1)
+    assert not part_path(path, 0).exists()
     for step in range(6):
         assert path.read_text() == "old" if step < 3 else path.exists() == (step > 4) == bool(caplog.text)
         clock.now += 1.0
@@ -73,11 +80,23 @@ def test_two_micro_batches_are_recorded_behind_the_warm_up(tmp_path: Path, monke
 
 
 def test_cli_says_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    output = ["--output", str(tmp_path / "trace.json")]
-    for arguments, words in (
-        ([], "there is no command to run"),
-        ([*output, "--steps", "0", "--", "true"], "--steps is 0"),
-        ([*output, "--", str(tmp_path / "missing")], "cannot run"),
-        ([*output, "--", sys.executable, "-c", "pass"], "left no timeline"),
-    ):
-        assert main(["trace", *arguments]) == 2 and words in capfd.readouterr().err
+    path, script = tmp_path / "trace.json", [sys.executable, "-c"]
+    path.write_text("of an earlier run")
+    for output, arguments, words in (
+        (path, [], "there is no command to run"), (path, ["--steps", "0", "--", "true"], "--steps is 0"),
+        (tmp_path, ["--", "true"], f"--output: {tmp_path} cannot be written: "),
+        (path, ["--", str(tmp_path / "missing")], "cannot run"),
+        (path, ["--", *script, "raise SystemExit(3)"], "the run ended with exit code 3 and left no timeline"),
+    ):  # fmt: skip
+        assert main(["trace", "--output", str(output), *arguments]) == 2 and words in capfd.readouterr().err
+
+
+def test_cli_leaves_with_the_exit_code_of_the_run(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spans = [Span(STEP, "micro-batch 2", None, False, 0.0, 1.0), Span(COMPUTE, "wait", 0, False, 0.5, 0.75)]
+    (tmp_path / "made.json").write_text(json.dumps({"traceEvents": trace.to_events(0, spans)}))
+    script = f"import os, sys; os.rename('made.json', os.environ[{trace.PATH_VARIABLE!r}]); "
+    script += f"sys.exit(int(os.environ[{trace.STEPS_VARIABLE!r}]))"
+    assert main(["trace", "--steps", "7", sys.executable, "-c", script]) == 7
+    where = f"{tmp_path / 'trace.json'}: open it in https://ui.perfetto.dev"
+    assert capfd.readouterr().out.splitlines() == ["idle: rank 0 25%", where]
