@@ -167,10 +167,10 @@ def axes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_step_in_files(tmp_path: Path, axes: list[Any]) -> None:
     """The bar of a mode is as long as its step, and its parts follow one another."""
-    found = Comparison((made("plain", 1.0), made("cad", 0.5, waiting=0.1)), {})
+    found = Comparison((made("plain", 1.0), made("plain kept", 0.8), made("cad", 0.5, waiting=0.1)), {})
     picture.draw_step(found, str(tmp_path / "step.png"))
     (_, axis) = axes[0]
-    ends = [0.0, 0.0]
+    ends = [0.0, 0.0, 0.0]
     for bar in axis.patches:
         row = round(bar.get_y() + bar.get_height() / 2)
         assert bar.get_x() == pytest.approx(ends[row])
@@ -179,7 +179,7 @@ def test_a_step_in_files(tmp_path: Path, axes: list[Any]) -> None:
     assert axis.get_legend_handles_labels()[1] == list(picture.PARTS) and axis.get_legend()
     assert [one.get_text() for one in axis.get_yticklabels()] == [label(one) for one in found.found]
     said = [f"{one.tokens_per_second:,.0f} tokens/s/GPU" for one in found.found]
-    assert [(one.get_text().strip(), one.get_position()) for one in axis.texts] == list(zip(said, zip(ends, (0, 1))))
+    assert [(one.get_text().strip(), one.get_position()) for one in axis.texts] == list(zip(said, zip(ends, (0, 1, 2))))
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
     for wrong in (tmp_path / "none" / "step.png", tmp_path / "step.nosuch"):
         with pytest.raises(CADError, match=f"picture {wrong} cannot be written"):

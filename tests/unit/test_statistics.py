@@ -167,8 +167,8 @@ def test_a_rank_describes_itself(landing: int, limit: float, words: str) -> None
     for change, said in (
         ({"servers_at_start": 1, "arranged": "dealt"}, f"4 trainers and 1 reserved server, {means}; {balance}; dealt"),
         ({"shares": 2, "pieces": True}, f"4 ranks (2 replicas of 2 by Ulysses), {means}; {balance}"),
-        ({"shares": 4}, "4 ranks (1 replica of 4 by tensor parallelism): there is nothing to balance, and attention "
-         "stays where it is"),
+        ({"trainers": 2, "shares": 2}, "2 ranks (1 replica of 2 by tensor parallelism): there is nothing to balance, "
+         "and attention stays where it is"),
     ):  # fmt: skip
         assert session_lines.first_line(replace(facts, **change)) == f"CAD is on: {said}"  # type: ignore[arg-type]
 
