@@ -19,7 +19,7 @@ from deepspeed_cad.layout import PADDING, Ints, LocalSegments
 logger = logging.getLogger("deepspeed_cad")
 
 DOCUMENTS, QUERIES = 16, 5
-"""How many documents are looked at, and how many queries of each; every query is compared with about ten keys."""
+"""How many documents are looked at, and how many queries of each; every query is compared with about eight keys."""
 _PLACES = ("cache_position", "attention_mask")
 """Arguments that lie where the mask function's own tensors do; newer versions of transformers say the device."""
 
@@ -72,15 +72,13 @@ def check_mask(local: LocalSegments, window: int | None, given: dict[str, Any], 
             f"micro-batch has {rows} tokens: a prompt or prefix was put in front of it, or a KV cache is in use"
         )
     document, position = _rows(local)
-    query, key = _sample(document, width, window, np.random.default_rng([forwards, window or 0]))
-    if len(query) == 0:
-        return
-    columns = np.stack([query // width, query * 0, query % width + query_base, key % width + key_base])
+    query, key = _sample(document, window, np.random.default_rng([forwards, window or 0]))
+    columns = np.stack([query // width, np.zeros_like(query), query % width + query_base, key % width + key_base])
     if (shown := _evaluate(function, columns, given, forwards)) is None:
         return
     distance = position[query] - position[key]
     expected = (distance >= 0) & (distance < (np.inf if window is None else window))
-    if len(wrong := np.flatnonzero((document[query] == document[key]) & (shown != expected))):
+    if len(wrong := np.flatnonzero(shown != expected)):
         q, k = int(query[wrong[0]]), int(key[wrong[0]])
         said = "shows" if shown[wrong[0]] else "hides"
         does = "would use" if expected[wrong[0]] else "would not use"
@@ -98,7 +96,7 @@ def _geometry(given: dict[str, Any]) -> tuple[int, int, int, int]:
     batch = int(given.get("batch_size", 1))
     if isinstance(places, torch.Tensor):
         # Older versions of transformers; training starts without a cache, at place 0.
-        return batch, int(places.shape[-1]), 0, int(given.get("kv_offset", 0))
+        return batch, len(places), 0, int(given.get("kv_offset", 0))
     return batch, int(given["q_length"]), int(given.get("q_offset", 0)), int(given.get("kv_offset", 0))
 
 
@@ -106,28 +104,28 @@ def _rows(local: LocalSegments) -> tuple[Ints, Ints]:
     """Segment and position of every row; segment -1 for padding. Not the document: of one that lies in pieces the
     model's own mask shows no piece to another."""
     document, position = np.full(local.tokens, -1, np.int64), local.positions()
-    order = np.argsort(local.offset, kind="stable")
+    order = np.argsort(local.offset)
     document[position != PADDING] = np.repeat(order, (local.end - local.begin)[order])
     return document, position
 
 
-def _sample(document: Ints, width: int, window: int | None, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Pairs of rows in the same batch row: edges of documents and windows, the diagonal, and random ones."""
-    border = np.diff(document, prepend=-2, append=-2) != 0
+def _sample(document: Ints, window: int | None, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Pairs of rows in the same document: edges of documents and windows, the diagonal, and random ones."""
+    border = np.concatenate([[True], np.diff(document) != 0, [True]])
     starts = np.flatnonzero(border[:-1] & (document >= 0))
     stops = np.flatnonzero(border[1:] & (document >= 0)) + 1
-    longest = np.argsort(starts - stops, kind="stable")[: DOCUMENTS // 2]
+    longest = np.argsort(starts - stops)[: DOCUMENTS // 2]
     chosen = np.union1d(longest, rng.permutation(len(starts))[: DOCUMENTS - len(longest)]).astype(np.int64)
     start, stop = (np.tile(each[chosen], QUERIES) for each in (starts, stops))
     query = rng.integers(start, stop)
     query[: len(chosen)], query[len(chosen) : 2 * len(chosen)] = starts[chosen], stops[chosen] - 1
-    keys = [query, query - 1, query + 1, start, stop - 1, start - 1, stop, *rng.integers(start, stop, (2, len(query)))]
+    keys = [query, query - 1, query + 1, start, stop - 1, *rng.integers(start, stop, (2, len(query)))]
     if window is not None:
         keys += [query - window, query - window + 1]
     query, key = np.tile(query, len(keys)), np.concatenate(keys)
     query, key = (each[(key >= 0) & (key < len(document))] for each in (query, key))
-    fine = (key // width == query // width) & (document[key] >= 0)
-    return query[fine], key[fine]
+    inside = document[query] == document[key]
+    return query[inside], key[inside]
 
 
 def _evaluate(

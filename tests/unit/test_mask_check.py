@@ -1,10 +1,11 @@
 """The sampled check: it accepts the masks that transformers makes for supported models and finds every wrong one."""
 
 import inspect
-import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed_cad.integrations import functions
@@ -81,11 +82,12 @@ def test_the_first_mask_of_each_window_of_a_forward_is_checked() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 5, 500])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_masks_of_transformers_agree(window: int | None, batch: int) -> None:
+def test_masks_of_transformers_agree(window: int | None, batch: int, caplog: pytest.LogCaptureFixture) -> None:
     positions = [[p for length in (40, 1, 13, 46) for p in range(length)]] * batch
     local, given = segments_from_positions(positions), given_by_transformers(positions, None, window)
     for forwards in (0, 1, 3, 7):
         check_mask(local, window, given, forwards)
+    assert not caplog.records, "each was asked"
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -96,6 +98,7 @@ def test_padding_is_left_out(left: bool) -> None:
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     local = segments_from_positions(positions.numpy(), mask.numpy())
     check_mask(local, 7, given_by_transformers(positions.tolist(), mask, 7), 0)
+    check_mask(segments_from_positions([[0, 0]], [[0, 0]]), None, simple(2, causal), 0)
 
 
 def test_documents_that_span_ranks_and_empty_ranks() -> None:
@@ -120,17 +123,29 @@ WRONG: dict[str, tuple[Mask, int | None]] = {
     "all but the diagonal": (lambda b, h, q, k: k != q, None),
     "a hidden first token": (lambda b, h, q, k: (k <= q) & (k > 0), None),
     "a last token that all see": (lambda b, h, q, k: (k <= q) | (k == 299), None),
+    "a last token that all see but itself": (lambda b, h, q, k: (k <= q) != (k == 299), None),
     "a last token that sees nothing": (lambda b, h, q, k: (k <= q) & (q != 299), None),
 }
 
 
+SAID = re.compile(
+    r"(hides|shows) key position (\d+) to query position (\d+) .*\(rows (\d+) and (\d+) .* CAD (.*) use it"
+)
+
+
 @pytest.mark.parametrize("name", list(WRONG))
 def test_wrong_masks_are_found(name: str) -> None:
-    function, window = WRONG[name]
-    layout = Layout.from_rank_lengths([[300, 7, 200]])
-    said = "(hides key position .* would use|shows key position .* would not use) it"
-    with pytest.raises(CADUnsupportedError, match=said):
+    """And a pair of positions is named, in the document and on the rank, of which both say something else."""
+    (function, window), layout = WRONG[name], Layout.from_rank_lengths([[300, 7, 200]])
+    with pytest.raises(CADUnsupportedError) as raised:
         check_mask(layout.local(0), window, simple(507, function), 0)
+    found = SAID.search(str(raised.value))
+    assert found is not None
+    shown, used = found[1] == "shows", found[6] == "would"
+    k, q, key, query = (torch.tensor(int(found[at])) for at in (2, 3, 4, 5))
+    assert shown == bool(function(0, 0, query, key))
+    assert used != shown and used == bool((k <= q) & (q - k < (window or 507)))
+    assert key - k == query - q and int(query - q) in (0, 300, 307), "where documents begin"
 
 
 def test_another_number_of_tokens_and_only_now_and_then() -> None:
@@ -139,20 +154,63 @@ def test_another_number_of_tokens_and_only_now_and_then() -> None:
         check_mask(local, None, simple(24, causal), 0)
     assert [n for n in range(40) if is_due(n)] == [0, 1, 3, 7, 15, 31]
     check_mask(local, None, simple(20, lambda b, h, q, k: q >= 0), 2)
-    for given in ({"q_length": 20}, {"cache_position": torch.arange(20)}):  # the least that versions give
-        check_mask(local, 5, {"mask_function": lambda b, h, q, k: (k <= q) & (q - k < 5), **given}, 0)
+    for given, ahead, behind in (
+        ({"q_length": 20}, 0, 0), ({"q_length": 20, "q_offset": 3, "kv_offset": 7}, 3, 7),
+        ({"cache_position": torch.arange(20)}, 0, 0), ({"cache_position": torch.arange(20), "kv_offset": 7}, 0, 7),
+    ):  # fmt: skip
+
+        def mask(b: Any, h: Any, q: Any, k: Any, shift: int = ahead - behind) -> Any:
+            return (h == 0) & (k <= q - shift) & (q - k < 5 + shift)
+
+        check_mask(local, 5, {"mask_function": mask, **given}, 0)
+
+
+def test_the_longest_documents_are_looked_at_and_others_in_turn() -> None:
+    """At edges of documents and windows, beside the diagonal, and within a document."""
+    lengths, asked = list(range(30, 70)), set[tuple[int, int]]()
+    ends, seen = np.cumsum(lengths), []
+    document = np.repeat(np.arange(40), lengths)
+
+    def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        asked.update(zip(query.tolist(), key.tolist()))
+        seen.append(set(document[query].tolist()))
+        assert (document[query] == document[key]).all()
+        return (key <= query) & (query - key < 9)
+
+    for forwards in (0, 1, 3, 7):
+        check_mask(Layout.from_rank_lengths([lengths]).local(0), 9, simple(len(document), function), forwards)
+    assert all(len(one) <= 16 and one >= set(range(32, 40)) for one in seen) and len(set[int]().union(*seen)) > 20
+    assert not set.intersection(*seen) - set(range(32, 40))
+    for query in {query for query, _ in asked}:
+        start, stop = ends[document[query]] - lengths[document[query]], ends[document[query]]
+        keys = {query, query - 1, query + 1, query - 9, query - 8, start, stop - 1}
+        assert all((query, key) in asked for key in keys if start <= key < stop)
 
 
 def test_function_that_cannot_be_asked_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """A mask function for scalars only: logged at the first forward, not silently skipped, not an error."""
 
     def scalar(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return torch.tensor(bool(key <= query))
+        raise ValueError("only one element\ncan be asked")
 
-    with caplog.at_level(logging.WARNING, logger="deepspeed_cad"):
-        for forwards in (0, 1, 3):
-            for function in (scalar, None):
-                check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, function), forwards)
+    for forwards in (1, 3, 0):
+        assert not caplog.records
+        for function in (scalar, None):
+            check_mask(Layout.from_rank_lengths([[20]]).local(0), None, simple(20, function), forwards)
     assert [record.message.count("not checked") for record in caplog.records] == [1, 1]
-    places = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 1]]).numpy()
-    assert _evaluate(causal, places, {}, 0).tolist() == [True, False], "of a mask without tensors, too"
+    assert "at single positions (ValueError: only one element); its mask" in caplog.text
+
+
+@pytest.mark.parametrize("name, given", [
+    ("cpu", {}), ("meta", {"cache_position": torch.ones(2, device="meta")}), ("meta", {"device": torch.device("meta")}),
+    ("meta", {"cache_position": None, "attention_mask": torch.ones(2, device="meta")}),
+    ("cpu", {"device": torch.device("cpu"), "attention_mask": torch.ones(2, device="meta")}),
+])  # fmt: skip
+def test_positions_lie_where_the_masks_own_tensors_do(name: str, given: dict[str, Any]) -> None:
+    def ask(*columns: torch.Tensor) -> torch.Tensor:
+        assert [one.device.type for one in columns] == [name] * 4
+        return causal(*places)
+
+    places = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 1]])
+    found = _evaluate(ask, places.numpy(), given, 0)
+    assert found is not None and found.tolist() == [True, False]
