@@ -216,11 +216,9 @@ class _Grouped:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, axes: str) -> _Grouped:
-        """`rows` [T, H, x] of a tensor with such axes."""
-        one = tensor[0]
-        rows = one.unsqueeze(-1) if axes == "BTH" else one
-        if axes in ("BHT", "BxT"):
-            rows = one.T.unsqueeze(-1 if axes == "BHT" else 1)
+        """`rows` [T, H] or [T, H, x] of a tensor with such axes."""
+        rows = tensor.squeeze(0).T if axes in ("BHT", "BxT") else tensor.squeeze(0)
+        rows = rows.unsqueeze(1) if axes == "BxT" else rows
         return cls(rows, rows.shape[1], axes)
 
     def by_group(self, groups: int) -> torch.Tensor:
@@ -235,5 +233,5 @@ class _Grouped:
         if self.axes == "BxT":
             return part[:, 0].T[None]
         rows = part.unflatten(2, (max(self.heads // groups, 1), -1)).flatten(1, 2)
-        rows = rows if self.axes == "BTHx" else rows[..., 0]
+        rows = rows if self.axes == "BTHx" else rows.squeeze(-1)
         return (rows.T if self.axes == "BHT" else rows)[None]

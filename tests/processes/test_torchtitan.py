@@ -72,11 +72,11 @@ def _attend(rank: int, world: int) -> dict[str, Any]:
     gen = torch.Generator().manual_seed(rank)
     rows = [torch.randn(1, 128, heads, 16, generator=gen, dtype=torch.float64) for heads in (4, 2, 2)]
     ends = torch.tensor([0, *LENGTHS[rank]]).cumsum(0).to(torch.int32)
-    for layer in layers:
+    for layer, scale in zip(layers, (None, 0.4)):
         own, leaves = ([x.clone().requires_grad_() for x in rows] for _ in range(2))
-        layer(*own, attention_masks=SimpleNamespace(cu_seq_q=ends)).square().sum().backward()
+        layer(*own, attention_masks=SimpleNamespace(cu_seq_q=ends), scale=scale).square().sum().backward()
         for begin, end in zip(ends.tolist(), ends.tolist()[1:]):
-            o = document_attention(*(x[0, begin:end] for x in leaves), 16**-0.5, layer.window)
+            o = document_attention(*(x[0, begin:end] for x in leaves), scale or 0.25, layer.window)
             o.square().sum().backward()
         for one, other in zip(own, leaves):
             assert (one.grad - other.grad).abs().max() < 1e-10
@@ -97,8 +97,12 @@ def _refused(rank: int, world: int) -> None:
         room.cad(_Module.Config(inner_attention=_Flex.Config()))
     with pytest.raises(CADUnsupportedError, match="CAD needs causal attention"):
         room.Attention(room.Attention.Config(window_size=(-1, -1)))
-    with pytest.raises(CADUnsupportedError, match="pipeline_parallel_degree is 2"):
-        room.Attention(room.Attention.Config()).parallelize(SimpleNamespace(pp=2, cp=1, tp=1))
+    layer = room.Attention(room.Attention.Config())
+    for pp, cp, said in (2, 1, "pipeline_parallel_degree is 2"), (1, 2, "context_parallel_degree is 2"):
+        with pytest.raises(CADUnsupportedError, match=said):
+            layer.parallelize(SimpleNamespace(pp=pp, cp=cp, tp=1))
+    with pytest.raises(CADUnsupportedError, match="out_transform needs the logarithms"):
+        layer(None, None, None, attention_masks=None, out_transform=torch.nn.Identity())
 
 
 def test_what_cannot_be_told_is_refused(fresh_workers: WorkerPool) -> None:

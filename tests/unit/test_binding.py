@@ -15,6 +15,7 @@ from deepspeed_cad.integrations import forward_only, functions, trainer
 from deepspeed_cad.integrations import transformers as room
 from deepspeed_cad.integrations.models import find_model
 from deepspeed_cad.integrations.positions import one_row
+from deepspeed_cad.integrations.prepared import PreparedIterator
 from deepspeed_cad.integrations.structure import find_decoder
 
 import deepspeed_cad
@@ -75,6 +76,7 @@ def test_local_is_local(value: str, together: bool) -> None:
     assert forward_only.are_shared(one, {"input_ids": ids}) == together
     forward_only.given_out(None, ())
     assert forward_only.are_shared(one, {"input_ids": ids}) == (value == "balanced")
+    assert list(PreparedIterator(None, iter([{"input_ids": ids}]))) and forward_only._even_batch.get()[0]() is ids
 
 
 def test_a_trainer_refuses_a_loader_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +135,14 @@ def test_nothing_is_left_of_a_forward_that_raised() -> None:
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_keeps_the_hooks_and_not_cad(make: Any) -> None:
+def test_a_copy_keeps_the_hooks_and_not_cad(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, binding = bound()
     twin = make(model)
-    twin(**batch())
+    functions._warn_of_copy.cache_clear()
+    twin.eval()(**batch())
+    assert not caplog.records
+    twin.train()(**batch())
+    assert "it is a copy of the one" in caplog.text
     assert binding.forwards == 0 and find_binding(twin) is None and binding.session.statistics.micro_batches == 0
 
 
@@ -166,6 +172,8 @@ def test_of_models_side_by_side_the_first_that_cad_can_have_is_meant(caplog: pyt
     refused, models = training.tiny_llama(attention_dropout=0.5), [training.tiny_llama() for _ in range(2)]
     assert find_model(torch.nn.Sequential(refused, *models)) is models[0]
     assert find_model(torch.nn.Sequential(refused, torch.nn.Linear(1, 1))) is refused
+    with pytest.raises(CADUnsupportedError, match="Linear contains no transformers model: attention of your own"):
+        find_model(torch.nn.Linear(1, 1))
     frozen = training.tiny_llama().requires_grad_(False)
     deepspeed_cad.apply(torch.nn.Sequential(refused, *models, frozen), {})
     assert caplog.text.count("beside it keeps its attention") == 1

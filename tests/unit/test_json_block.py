@@ -1,5 +1,6 @@
 """A "cad" block of a DeepSpeed JSON in the wrong place, or one that Accelerate would refuse in words of its own."""
 
+import base64
 import json
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of, write_statistics
+from deepspeed_cad.integrations.deepspeed.block import ABSENT, block_of, find_config, read_config, write_statistics
 from deepspeed_cad.integrations.deepspeed.initialize import find_replica
 
 from deepspeed_cad.errors import CADConfigError, CADUnsupportedError
@@ -38,6 +39,31 @@ def test_a_key_that_was_meant_to_be_cad(key: str, beside: dict[str, Any]) -> Non
     with pytest.raises(CADConfigError, match=f'has "{key}" at its top level'):
         block_of({**beside, key: {}})
     assert all(block_of({other: {}}) is ABSENT for other in ("cadence", "cascade", "checkpoint", "aio"))
+
+
+@pytest.mark.parametrize("text, found", [
+    ('{"a": {"b": 1}}', {"a": {"b": 1}}), ('{"a": 1, # why\n}', {"a": 1}), ('{"a"', {}), ("[1]", {}), ("\xff", {}),
+])  # fmt: skip
+def test_a_config_is_read_as_deepspeed_reads_it(text: str, found: dict[str, Any], tmp_path: Path) -> None:
+    """Of a path, or of base64, with comments; what cannot be read is left to DeepSpeed."""
+    (path := tmp_path / "ds.json").write_bytes(text.encode("latin1"))
+    for given in (path, str(path), base64.urlsafe_b64encode(text.encode("latin1")).decode()):
+        assert read_config(given) == found
+    assert read_config(tmp_path / "none") == read_config("?") == read_config(None) == {} and read_config({2: 3}) == {
+        2: 3
+    }
+
+
+def test_where_deepspeed_takes_its_config_from() -> None:
+    def initialize(args: Any = None, model: Any = None, config: Any = None, config_params: Any = None) -> None: ...
+
+    first, second, third = ({name: 1} for name in "abc")
+    args = SimpleNamespace(deepspeed_config=third, deepscale_config=first)
+    assert find_config(initialize, (args, 1, first), {"config_params": second}) == first
+    assert find_config(initialize, (args,), {"config_params": second}) == second
+    assert find_config(initialize, (args,), {}) == third
+    assert find_config(initialize, (SimpleNamespace(deepscale_config=first),), {}) == first
+    assert find_config(initialize, (), {}) == find_config(initialize, (), {"confg": first}) == {}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import training
+from deepspeed_cad.integrations.padding import counts
 from model_cases import tiny_model
 from told import loss_and_gradients, padded
 
@@ -57,6 +58,9 @@ def test_labels_that_do_not_count_padding(capsys: pytest.CaptureFixture[str]) ->
     deepspeed_cad.current_session().bindings[model].original = "flash_attention_2"
     model(**padded([24, 9], "right", "copied"), use_cache=False)
     assert "padding" not in capsys.readouterr().err
+    of_token, padding = torch.tensor([[-100, -100, 5]]), np.array([[False, True, False]])
+    assert [counts(padding, {name: of_token}) for name in ("shift_labels", "labels")] == [False, True], "behind it"
+    assert counts(padding, {"labels": of_token[:, :2]}) is None
 
 
 @pytest.mark.parametrize("case", ["labels", "shift_labels", "eager"])

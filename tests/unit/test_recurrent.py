@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from deepspeed_cad.integrations.borders import NAME, Borders, Way, find_borders, find_way
-from deepspeed_cad.integrations.recurrent import _OF_BORDERS, Ways, _Call, _run
+from deepspeed_cad.integrations.borders import LENGTHS, NAME, Borders, Way, _why_wrong, find_borders, find_way
+from deepspeed_cad.integrations.recurrent import _OF_BORDERS, Ways, _Call, _package, _run, watch_state
 from hybrids import Kernels, alone, assert_same, difference, packed, run
 from model_cases import DELTA, FP32, MAMBA, NEW, family, known_kind, tiny_config
 from torch import nn
@@ -269,16 +271,38 @@ class Toy(nn.Module):
         return self.conv(hidden_states.transpose(1, 2))[..., : hidden_states.shape[1]].transpose(1, 2).cumsum(1)
 
 
-def test_arguments_with_tokens_are_refused() -> None:
-    """CAD would not cut them at borders; others, such as num_items_in_batch of the Trainer, pass."""
+def test_what_a_layer_cannot_be_run_with_is_refused() -> None:
+    """Arguments with tokens, which CAD would not cut at borders; others, such as num_items_in_batch of the Trainer,
+    pass. What a layer gives, and gets, has the tokens of its micro-batch."""
 
     def fail(error: Exception) -> None:
         raise error
 
-    toy, inside = Toy(), type("Inside", (), {"borders": Borders.of_lengths([3, 4]), "ways": Ways(fail)})()
-    hidden = torch.ones(1, 7, 8, dtype=torch.float64)
+    def inside(lengths: list[int]) -> Any:
+        return type("Inside", (), {"borders": Borders.of_lengths(lengths), "ways": Ways(fail), "seen": 0})()
+
+    toy, hidden = Toy(), torch.ones(1, 7, 8, dtype=torch.float64)
     with pytest.raises(CADUnsupportedError, match="Toy of layer . gets more, which CAD cannot cut"):
-        _run(toy, toy.forward, inside, (hidden,), {"more": [torch.ones(1, 7)]})
+        _run(toy, toy.forward, inside([3, 4]), (hidden,), {"more": [torch.ones(1, 7)]})
+    given = {"more": torch.ones(1), "labels": torch.ones(1, 7), "seq_idx": 3}
+    assert torch.equal(_run(toy, toy.forward, inside([1]), (hidden[:, :1],), given), toy(hidden[:, :1]))
+    with pytest.raises(CADError, match=r"Toy of layer . got \[1, 6\] tokens where its micro-batch has \[1, 7\]"):
+        _run(toy, toy.forward, inside([3, 4]), (hidden[:, 1:],), {})
+    two = lambda hidden_states, attention_mask=None: (hidden_states, None)  # noqa: E731
+    with pytest.raises(CADUnsupportedError, match="Toy gives a tuple, which CAD cannot join over documents"):
+        _run(toy, two, inside([7]), (hidden,), {})
+    with pytest.raises(CADUnsupportedError, match="Toy hands no further arguments to its layers"):
+        watch_state(type("Toy", (nn.Module,), {"forward": lambda self, x: x})(), nn.ModuleList([toy]))
+
+
+@pytest.mark.parametrize("name, axes, says", [
+    ("GatedDeltaNet", None, r"flash-linear-attention \(and causal-conv1d\)"), ("ShortConv", None, "causal-conv1d"),
+    ("Mixer", 1, "mamba-ssm and causal-conv1d"), ("Mixer", None, "mamba-ssm and causal-conv1d"),
+    ("Mixer", 2, "no package makes it faster"),
+])  # fmt: skip
+def test_what_makes_a_layer_fast(name: str, axes: int | None, says: str) -> None:
+    layer = type(name, (nn.Module,), {"A_log": None if axes is None else torch.ones([2] * axes)})()
+    assert re.search(f"{'' if axes == 2 else 'Install '}{says}$", _package(layer))
 
 
 def test_blind_probe_trusts_nothing() -> None:
@@ -286,6 +310,54 @@ def test_blind_probe_trusts_nothing() -> None:
     toy = Toy()
     nn.init.zeros_(toy.conv.weight)
     call = _Call(toy, toy.forward, inspect.signature(toy.forward).parameters)
-    assert call.takes == set(_OF_BORDERS) and not _Call(toy, toy.forward, {}).takes
+    some = inspect.signature(lambda hidden_states, seq_idx: 0).parameters
+    assert call.takes == set(_OF_BORDERS) and _Call(toy, toy.forward, some).takes == {"seq_idx"}
     way, _, certain = find_way(call.run, call.whole, torch.randn(1, 5, 8).double(), list(Way))
     assert (way, certain) == (Way.DOCUMENTS, False)
+
+
+@pytest.mark.parametrize("leak, noise, error, says", [
+    (0.0, 0.0, 0.125, ""), (0.5, 0.25, 0.0, ""), (0.0, 1.0, 0.0, ""),
+    (2.0**-40, 0.0, 0.0, "changed by 4.5e-13 of its largest value with the document before"),
+    (0.625, 0.25, 0.0, "changed by 3.1e-01 of"), (0.0, 0.0, 0.1875, "differs by 1.9e-01 of its largest value from"),
+    (float("nan"), 0.0, 0.0, "changed by nan"),
+])  # fmt: skip
+def test_what_a_trial_allows(leak: float, noise: float, error: float, says: str) -> None:
+    """A document may change with the one before it by twice what it changes from run to run, at its first token, too;
+    and lie off what it gives alone by a share of its largest value."""
+    first, expected = LENGTHS[0], torch.full((1, sum(LENGTHS), 1), 2.0, dtype=torch.float64)
+    got = expected * (1 + error)
+    again, changed = got.clone(), got.clone()
+    changed[:, :first] = 7.0
+    again[:, first] += noise
+    changed[:, first] -= leak
+    found = _why_wrong(got, again, changed, list(expected.split(LENGTHS, dim=1)), 0.125)
+    assert says in found and bool(says) == bool(found)
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """A layer that shows little state."""
+    return x + 1e-3 * x.cumsum(1)
+
+
+@pytest.mark.parametrize("dtype, most", [
+    (torch.float64, 1e-3), (torch.float32, 2e-2), (torch.float16, 5e-2), (torch.bfloat16, 0.1),
+])  # fmt: skip
+def test_the_first_way_that_is_right_is_taken(dtype: torch.dtype, most: float) -> None:
+    """And of those before it the reason is given, whatever they raise; but for want of memory nothing is tried."""
+    like = torch.zeros(1, 5, 4, dtype=dtype)
+
+    def run(way: Way, borders: Borders, x: torch.Tensor) -> torch.Tensor:
+        if way is Way.BORDERS:
+            raise ValueError("no such argument\nand more")
+        share = 1 + most * (1.5 if way is Way.GAPS else 0.5)
+        return torch.cat([share * _sum(one) for one in x.split(borders.lengths, dim=1)], dim=1)
+
+    way, reasons, certain = find_way(run, _sum, like, list(Way))
+    assert (way, reasons[0], certain) == (Way.DOCUMENTS, "borders: ValueError: no such argument", True)
+    assert re.fullmatch("gaps: a document differs by .* from what it gives alone", reasons[1]) and len(reasons) == 2
+    way, reasons, certain = find_way(run, _sum, like, [Way.GAPS])
+    assert (way, len(reasons), certain) == (None, 1, True)
+    with pytest.raises(torch.OutOfMemoryError):
+        find_way(Mock(side_effect=torch.OutOfMemoryError), _sum, like, list(Way))
+    assert find_way(Mock(side_effect=KeyError), _sum, like, [Way.GAPS]) == (None, ["gaps: KeyError: "], True)
