@@ -217,7 +217,7 @@ class _Grouped:
     @classmethod
     def of(cls, tensor: torch.Tensor, axes: str) -> _Grouped:
         """`rows` [T, H] or [T, H, x] of a tensor with such axes."""
-        rows = tensor.squeeze(0).T if axes in ("BHT", "BxT") else tensor.squeeze(0)
+        rows = tensor.squeeze(0).mT if axes in ("BHT", "BxT") else tensor.squeeze(0)
         rows = rows.unsqueeze(1) if axes == "BxT" else rows
         return cls(rows, rows.shape[1], axes)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import served
 import torch
 import training
 from deepspeed_cad.integrations import spanning
@@ -19,7 +18,7 @@ from wrapped import fsdp2
 
 import deepspeed_cad
 from deepspeed_cad.attention.spanning import Spanning
-from deepspeed_cad.errors import CADError, CADUnsupportedError
+from deepspeed_cad.errors import CADError
 from deepspeed_cad.schedule import ROWS
 
 KINDS = (
@@ -99,9 +98,7 @@ def _train(
         reference, model = (family(kind, dtype, **sizes) for _ in range(2))
         if lora:
             reference, model = (training.with_lora(one, target_modules=lora) for one in (reference, model))
-        if checkpoint is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
-            model.enable_input_require_grads()
+        model = training.checkpointed(model, checkpoint is not None and ("reentrant" if checkpoint else "plain"))
         if dtype == torch.float64:
             in_fp64(patch, reference)
         deepspeed_cad.apply(model, training.BLOCK | changes)
@@ -230,9 +227,7 @@ def _moved(rank: int, world: int, kind: str, lengths: Any, part: bool, checkpoin
         if part:
             patch.setattr(spanning, "MOST_PIECES", 0)
         model = family(kind, torch.float32)
-        if checkpoint is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
-            model.enable_input_require_grads()
+        model = training.checkpointed(model, checkpoint is not None and ("reentrant" if checkpoint else "plain"))
         deepspeed_cad.apply(model, training.BLOCK)
         model(**_part(lengths, rank, world)[0], use_cache=False).logits.sum().backward()
     return moved
@@ -261,20 +256,6 @@ def test_what_moves_again(workers: WorkerPool, checkpoint: bool) -> None:
     for kind, exchanges in (("qwen3_5_text", 4), ("lfm2", 2)):
         for one, other in zip(*(workers.run(_moved, 2, kind, WAVES, False, one) for one in (None, checkpoint))):
             assert one == other and len(one) == exchanges
-
-
-def _beside_servers(rank: int, trainers: int, block: dict[str, Any]) -> str:
-    model = deepspeed_cad.apply(family("lfm2", torch.float32), block)
-    model(**_part([160, 20, 20, 120], rank, trainers)[0], use_cache=False).logits.sum().backward()
-    with pytest.raises(CADUnsupportedError) as error:
-        model(**_part(STREAM, rank, trainers)[0], use_cache=False)
-    return str(error.value)
-
-
-def test_servers_are_refused(workers: WorkerPool) -> None:
-    """Every trainer says so, with the name of a layer, and what to do."""
-    for said in served.run(workers, 2, 1, _beside_servers)[0]:
-        assert "Lfm2ShortConv of layer 0" in said and "reserved servers" in said and "whole documents" in said
 
 
 def _refused(rank: int, world: int, what: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import training
-from model_cases import tiny_model
 from pool import WorkerPool
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import LlamaModel
@@ -84,46 +83,31 @@ def test_one_part_is_on_its_way_while_the_other_has_its_linear_layers(workers: W
         assert events == forward + backward
 
 
-def _checkpointed(rank: int, world: int) -> str:
-    model, kept = _apply(training.tiny_llama()), [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+class Counting(LlamaModel):
+    """It gives a number beside its hidden states."""
+
+    @functools.wraps(LlamaModel.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output["norm"] = output.last_hidden_state.square().sum()
+        return output
+
+
+def _steps(rank: int, world: int, counts: bool) -> str:
+    model: Any = training.tiny_llama()
+    model.model.__class__ = Counting if counts else LlamaModel
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     selective = functools.partial(create_selective_checkpoint_contexts, kept)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
+    _apply(model).gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
     for step in range(2):
         training.step_as_alone(model, training.tiny_llama(), training.documents(LENGTHS[step][rank], seed=rank))
     return _reason(model)
 
 
-@pytest.mark.slow
-def test_selective_checkpointing(workers: WorkerPool) -> None:
-    assert workers.run(_checkpointed, 3) == [""] * 3
-
-
-def _with_a_number(rank: int, world: int) -> str:
-    """The same gradients as with "local_first" where an output cannot be joined; why parts do not alternate."""
-    from deepspeed_cad.session import close_session
-
-    class Counting(LlamaModel):
-        @functools.wraps(LlamaModel.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
-            output["norm"] = output.last_hidden_state.square().sum()
-            return output
-
-    found = []
-    for overlap in ("local_first", "interleave"):
-        model = tiny_model("llama", torch.float64)
-        model.model.__class__ = Counting
-        _apply(model, overlap=overlap)
-        model(**training.pack(training.documents(LENGTHS[0][rank], seed=rank))).loss.backward()
-        found.append(training.gradients(model))
-        reason = _reason(model)
-        close_session()
-    training.assert_gradients(model, found[0])
-    return reason
-
-
-def test_where_outputs_cannot_be_joined_parts_do_not_alternate(workers: WorkerPool) -> None:
-    assert all('"norm"' in reason for reason in workers.run(_with_a_number, 2))
+@pytest.mark.parametrize("counts", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_selective_checkpointing_and_outputs_that_cannot_be_joined(workers: WorkerPool, counts: bool) -> None:
+    """With the latter parts do not alternate."""
+    assert all(('"norm"' in reason) if counts else not reason for reason in workers.run(_steps, 3, counts))
 
 
 def _follow(rank: int, world: int) -> str:

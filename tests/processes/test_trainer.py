@@ -128,8 +128,6 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     statistics = deepspeed_cad.current_session().statistics
     assert statistics.mean * world == pytest.approx(float(statistics.load.sum()))
 
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        trainer(rows=trainers.Stream()).train()
     trainer(rows=trainers.Stream(), accelerator_config={"dispatch_batches": False}).train()
 
     class Shortens(Trainer):

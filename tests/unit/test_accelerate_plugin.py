@@ -67,13 +67,6 @@ def test_models_that_are_prepared_for_training_are_bound(bound) -> None:
     assert bound == [(model, CADConfig(tolerance=0.2))]
 
 
-def test_prepared_loaders_are_examined() -> None:
-    asked, loader = Namespace(**{ours._PLUGIN: CADPlugin()}), object.__new__(DataLoaderDispatcher)
-    assert ours._prepare_data_loader(lambda self, loader: loader, Namespace(), loader) is loader
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        ours._prepare_data_loader(lambda self, loader: loader, asked, loader)
-
-
 @pytest.mark.parametrize("kind, fsdp2, block, models", [
     (DistributedType.DEEPSPEED, False, {"cad": {"tolerance": 0.2}}, 0),
     (DistributedType.FSDP, True, {}, 1),
@@ -107,7 +100,6 @@ def test_every_accelerator_of_a_process_that_was_asked(bound) -> None:
 @pytest.mark.parametrize("changes, said", [
     ({"parallelism_config": Namespace(cp_enabled=True)}, "context parallelism"),
     ({"distributed_type": DistributedType.MEGATRON_LM}, "Megatron-LM"),
-    ({"dataloader_config": Namespace(dispatch_batches=True)}, "dispatch_batches=False"),
 ])  # fmt: skip
 def test_refusals(changes: dict[str, Any], said: str) -> None:
     parallel = Namespace(cp_enabled=False, sp_enabled=True, tp_enabled=True)
@@ -118,13 +110,19 @@ def test_refusals(changes: dict[str, Any], said: str) -> None:
         ours.refuse_accelerator(Namespace(**fine | changes))
 
 
-def test_handlers_and_loading_are_refused_when_an_accelerator_is_made() -> None:
+def test_handlers_and_loaders_are_refused() -> None:
+    """When an Accelerator is made, and when a loader is prepared."""
     with pytest.raises(CADConfigError, match="more than one CADPlugin"):
         Accelerator(cpu=True, kwargs_handlers=[CADPlugin(), CADPlugin()])
     AcceleratorState._reset_state(True)
-    dispatches = DataLoaderConfiguration(dispatch_batches=True)
-    with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
-        Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=dispatches)
+    dispatches, loader = DataLoaderConfiguration(dispatch_batches=True), object.__new__(DataLoaderDispatcher)
+    for prepare in (
+        lambda: Accelerator(cpu=True, kwargs_handlers=[CADPlugin()], dataloader_config=dispatches),
+        lambda: ours._prepare_data_loader(lambda _, one: one, Namespace(**{ours._PLUGIN: CADPlugin()}), loader),
+    ):
+        with pytest.raises(CADUnsupportedError, match="dispatch_batches=False"):
+            prepare()
+    assert ours._prepare_data_loader(lambda _, one: one, Namespace(), loader) is loader
 
 
 def test_the_block_is_handed_to_deepspeed() -> None:

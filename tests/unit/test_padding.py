@@ -9,7 +9,7 @@ import torch
 import training
 from deepspeed_cad.integrations.padding import counts
 from model_cases import tiny_model
-from told import loss_and_gradients, padded
+from told import PADDED, loss_and_gradients, padded, told
 
 import deepspeed_cad
 from deepspeed_cad.ahead.documents import Announcement
@@ -63,7 +63,7 @@ def test_labels_that_do_not_count_padding(capsys: pytest.CaptureFixture[str]) ->
     assert counts(padding, {"labels": of_token[:, :2]}) is None
 
 
-@pytest.mark.parametrize("case", ["labels", "shift_labels", "eager"])
+@pytest.mark.parametrize("case", ["labels", "shift_labels", "eager", "additive"])
 def test_labels_that_count_padding(case: str) -> None:
     batch, row = padded([24, 9], "right", "copied"), 33
     if case == "shift_labels":
@@ -71,8 +71,14 @@ def test_labels_that_count_padding(case: str) -> None:
     elif case == "eager":
         # It gives a row that sees no token the mean of all values, and the last of them predicts the first token.
         batch, row = padded([24, 9], "left", "masked"), 24
+    elif case == "additive":
+        batch, row = told(training.documents([7, 30, 1, 6], seed=1), "additive, padded"), 44
+        batch["labels"][0, -1] = 3
     model = training.tiny_llama(torch.float32, attn_implementation="eager" if case == "eager" else "sdpa")
-    with pytest.raises(CADDataError, match=f"rank 0: 15 tokens from row {row} on are hidden by attention_mask.*-100"):
+    with pytest.raises(
+        CADDataError,
+        match=f"rank 0: {PADDED if row == 44 else 15} tokens from row {row} on are hidden by attention_mask.*-100",
+    ):
         deepspeed_cad.apply(model, {}).train()(**batch, use_cache=False)
 
 

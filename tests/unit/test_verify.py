@@ -1,7 +1,9 @@
 """`"verify": N`: equal runs pass with one line each, planted errors are found and named."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ from deepspeed_cad.integrations.verify import TOLERANCE, tolerance
 from model_cases import tiny_model
 
 import deepspeed_cad
-from deepspeed_cad import function
 from deepspeed_cad.attention import backward as backward_room
 from deepspeed_cad.attention import forward as forward_room
 from deepspeed_cad.errors import CADError
@@ -82,15 +83,8 @@ def test_training_is_not_changed(autocast: bool) -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-def _checkpointed(reentrant: bool) -> Any:
-    model = training.tiny_llama()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    return model
-
-
 @pytest.mark.parametrize("make", [
-    lambda: _checkpointed(True), lambda: _checkpointed(False),
+    *(partial(training.checkpointed, training.tiny_llama(), how) for how in ("reentrant", "non-reentrant")),
     lambda: tiny_model("gpt_oss", torch.float32, sliding_window=5, attn_implementation="eager"),
 ], ids=["reentrant", "non-reentrant", "sinks"])  # fmt: skip
 def test_checkpointing_and_sinks(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,20 +141,10 @@ def test_gradients_that_are_exactly_0(rounding: float, monkeypatch: pytest.Monke
     batch = training.pack(training.documents([1] * 8, seed=5))
     batch["labels"] = batch["input_ids"]
     _wrong(f"dQ of nothing {rounding}", monkeypatch)
-    if rounding > 1e-9:
-        with pytest.raises(CADError, match="dQ of LlamaAttention of layer 1 differs at position 0"):
-            train(torch.float32, batch=batch)
-    else:
+    stops = pytest.raises(CADError, match="dQ of LlamaAttention of layer 1 differs at position 0")
+    with stops if rounding > 1e-9 else nullcontext():
         train(torch.float32, batch=batch)
-        assert len(lines(capfd)) == 2
-
-
-def test_what_only_the_second_run_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument of attention that is lost on its way: right attention of wrong numbers."""
-    rule = function.MaskRule
-    monkeypatch.setattr(function, "MaskRule", lambda scale, *rest: rule(scale * 1.5, *rest))
-    with pytest.raises(CADError, match="the output of the decoder differs"):
-        train()
+    assert len(lines(capfd)) == (0 if rounding > 1e-9 else 2)
 
 
 def test_a_loss_that_differs_is_named() -> None:
