@@ -256,7 +256,7 @@ class RowCut:
         dim = int(self.batch == 1 and all(len(one) >= 2 and one[0] == 1 for one in shapes))
         # Routers flatten batch rows.
         each = self.width if self.batch > 1 and shapes[0][:1] == [counts[0] * self.width] else 1
-        if first.ndim <= dim or shapes != [[*shapes[0][:dim], n * each, *shapes[0][dim + 1 :]] for n in counts]:
+        if shapes != [[*shapes[0][:dim], n * each, *shapes[0][dim + 1 :]] for n in counts]:
             raise CannotJoin(f"{name} of shapes {shapes[0]} and {shapes[1]}")
         # A stand-in stays in the graph, so that the backward of both nano-batches runs on every rank.
         joined = torch.cat([first, second], dim)

@@ -155,8 +155,8 @@ def test_what_was_cut_is_joined_again(cut: RowCut) -> None:
     assert torch.equal(joined.router_logits[0], logits)
     (gradient,) = torch.autograd.grad(joined.last_hidden_state.sum(), hidden)
     assert torch.equal(gradient, torch.ones_like(hidden))
-    as_tuple = cut.join((first, None, True, int("1000")), (second, None, True, int("1000")))
-    assert torch.equal(as_tuple[0], hidden) and as_tuple[1:] == (None, True, 1000)
+    one, *rest, of_token = cut.join(*((x, None, True, int("1000"), x[..., 0]) for x in (first, second)))
+    assert torch.equal(one, hidden) and torch.equal(of_token, hidden[..., 0]) and rest == [None, True, 1000]
 
 
 @pytest.mark.parametrize("first, second, says", [
