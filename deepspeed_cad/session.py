@@ -406,26 +406,26 @@ class Session:
 
 def current_session() -> Session | None:
     """The session of this process, or None where CAD is off."""
-    return _sessions[-1] if _sessions else None
+    return next(iter(_sessions), None)
 
 
 def open_session(config: CADConfig, device: torch.device, replica: Replica | None = None) -> Session:
     """The session of this process: opened now, or the open one if its config is the same. `replica`: see Session; None
     for an open one: as it is."""
-    if _sessions:
-        if _sessions[-1].config != config:
+    if (session := current_session()) is not None:
+        if session.config != config:
             raise CADConfigError(
                 "CAD is already on in this process with another configuration; all models of a process share one"
             )
-        shares = _sessions[-1].shares
+        shares = session.shares
         if replica is not None and replica.ranks not in map(tuple, shares.replicas.tolist()):
             raise CADConfigError(
                 f"CAD is already on in this process, where {shares.count} ranks divide heads among them; for another "
                 f"model that would be ranks {list(replica.ranks)}. All models of a process must divide them alike"
             )
-        return _sessions[-1]
-    _sessions.append(Session(config, device, replica))
-    return _sessions[-1]
+    else:
+        _sessions.append(session := Session(config, device, replica))
+    return session
 
 
 @atexit.register

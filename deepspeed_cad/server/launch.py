@@ -68,7 +68,7 @@ def split(servers: Reservation, environment: Mapping[str, str]) -> tuple[Split, 
         here, total, serves = value, value * hosts, local >= size - value
         below = value * host + max(local - (size - value), 0)
     else:
-        chosen = sorted(value) if kind == "ranks" else list(range(max(world - value, 0), world))
+        chosen = sorted(value) if kind == "ranks" else list(range(world - value, world))
         if len(chosen) >= world:
             raise _bad(servers, f"there are {world} ranks: at least one must train")
         if chosen[-1] >= world:
@@ -105,8 +105,8 @@ def _read_place(environment: Mapping[str, str]) -> tuple[int, int, int, int, int
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     local = read("LOCAL_RANK", default=rank)
     local_world = read("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world)
-    host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // max(local_world, 1))
-    hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // max(local_world, 1)))
+    host = read("GROUP_RANK", "CROSS_RANK", default=(rank - local) // local_world)
+    hosts = read("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-world // local_world))
     return rank, world, local, local_world, host, hosts
 
 

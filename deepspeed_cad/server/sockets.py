@@ -174,7 +174,7 @@ def find_interface(rendezvous: str, *others: str) -> tuple[socket.AddressFamily,
                     probe.connect(address)  # sends nothing: only asks which interface would
                     own = str(probe.getsockname()[0])
                     only = not others or target == "localhost" or target == own
-                    if only or not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+                    if only or not ipaddress.ip_address(own).is_loopback:
                         return family, own
     raise CADPeerError(
         f"no network leads from {socket.gethostname()} to {', '.join((rendezvous, *others))}, other than loopback: set "

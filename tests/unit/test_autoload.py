@@ -161,21 +161,6 @@ def test_a_request_in_the_environment_is_told_of_what_trains(python, autoload: s
     assert told == ["torch True", "accelerate True", "deepspeed True", "0"]
 
 
-@pytest.mark.parametrize("config, got", [
-    ("{}", "cad 0.2"),
-    ("{'cad': {'tolerance': 0.2}}", "cad 0.2"),
-    ("{'cad': {}}", 'DEEPSPEED_CAD_CONFIG and the "cad" block of the DeepSpeed JSON disagree in tolerance'),
-    ("{'cad': None}", '"cad" is null; expected an object'),
-])  # fmt: skip
-def test_a_request_is_the_block_of_every_json(python, config: str, got: str) -> None:
-    code = f"{ARM}{ENGINE}" + (
-        "import deepspeed\ntry:\n"
-        f" kind, block, *_ = deepspeed.initialize(config={config}); print(kind, block['tolerance'])\n"
-        "except ValueError as error:\n print(error)"
-    )
-    assert got in python(code, DEEPSPEED_CAD_CONFIG='{"tolerance": 0.2}')
-
-
 def test_a_request_that_cannot_be_read_stops_the_import(python) -> None:
     code = f"import sys\nsys.stderr = sys.stdout\n{ARM}try:\n import torch\nexcept ValueError as error:\n print(error)"
     start, at_import = python(code, DEEPSPEED_CAD_CONFIG="{").splitlines()

@@ -2,8 +2,11 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,6 +15,7 @@ from deepspeed_cad import run
 from deepspeed_cad.cli import accelerate_cad
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError
+from deepspeed_cad.launch import armed
 from deepspeed_cad.request import VARIABLE, Request, read_environment, settle_request
 
 
@@ -130,6 +134,22 @@ def test_help_of_accelerate_cad_says_what_its_flags_mean(started, capsys, words:
         assert end.code == 0
     shown = capsys.readouterr().out
     assert 'the "cad" block, such as' in shown and "a JSON file with the block in it" in shown and not started
+
+
+@pytest.mark.parametrize("block, error", [
+    ({}, ""), ({"cad": {"tolerance": 0.2}}, ""), ({"cad": None}, '"cad" is null; expected an object'),
+    ({"cad": {}}, '--cad and the "cad" block of the DeepSpeed JSON disagree in tolerance: 0.2 and 0.05'),
+])  # fmt: skip
+def test_a_request_is_the_block_of_every_json(block: dict[str, Any], error: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(armed, "atexit", mock.Mock())
+    monkeypatch.setattr(os, "_exit", os._exit)  # is put back
+    given = mock.Mock(initialize=lambda original, block, *call: (block["tolerance"], *call))
+    monkeypatch.setitem(sys.modules, "deepspeed_cad.integrations.deepspeed.initialize", given)
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.initialize = lambda args=None, model=None, config=None: "without"
+    armed.Armed(Request(CADConfig(tolerance=0.2), "--cad")).after_import(deepspeed)
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        assert deepspeed.initialize(7, config=block) == (0.2, (7,), {"config": block})
 
 
 def test_the_exit_code_is_what_the_script_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

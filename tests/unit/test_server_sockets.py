@@ -7,6 +7,7 @@ import os
 import random
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from deepspeed_cad.server.sockets import Door, Frame, Inbox, Listener, encode
 
 Pair = tuple[socket.socket, socket.socket]
 HERE = "127.0.0.1:29500"
+ALIVE = (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
 
 
 @pytest.fixture
@@ -42,10 +44,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 class Guests:
-    def __init__(self, pool: ThreadPoolExecutor, trainers: int, limit_s: float = 30.0) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, trainers: int, limit_s: float = 30.0, *look: Any) -> None:
         listener = Listener(7, HERE)
         self.pool, self.door, self.open = pool, listener.door, list[socket.socket]()
-        self.accepted: Future[dict[int, socket.socket]] = pool.submit(listener.accept, trainers, limit_s)
+        self.accepted: Future[dict[int, socket.socket]] = pool.submit(listener.accept, trainers, limit_s, *look)
 
     def stranger(self, sends: bytes = b"") -> socket.socket:
         connection = socket.create_connection((self.door.address, self.door.port), timeout=10)
@@ -63,6 +65,10 @@ class Guests:
             self.open += [connection, found[rank]]
             connection.sendall(bytes([rank]))
             assert found[rank].recv(10) == bytes([rank])
+            for one in connection, found[rank]:
+                at_once, idle, pause, times = (one.getsockopt(socket.IPPROTO_TCP, name) for name in ALIVE)
+                assert one.gettimeout() is None and at_once and one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert idle + pause * times == 10, "seconds until it is noticed that a host vanished"
 
 
 Come = Callable[..., Guests]
@@ -85,10 +91,9 @@ def _ended(connection: socket.socket) -> bool:
 
 
 BAD = {
-    "too little": bytes(8),
-    "http": b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 3,
-    "another token": random.Random(5).randbytes(sockets.GREETING),
-}
+    "too little": bytes(8), "http": b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 3,
+    "another token": random.Random(5).randbytes(sockets.GREETING), "the token, and no trainer's number": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -96,7 +101,7 @@ def test_a_stranger_is_dropped_with_one_line(come: Come, bad: str, caplog: pytes
     server = come(1)
     stranger = server.stranger()
     with suppress(OSError):  # dropped already
-        stranger.sendall(BAD[bad])
+        stranger.sendall(BAD[bad] or server.door.halves[0] + (1).to_bytes(4, "big"))
         stranger.shutdown(socket.SHUT_WR)
     assert _ended(stranger)
     server.talk(server.trainer(0))
@@ -127,6 +132,16 @@ def test_trainers_that_do_not_come_are_named(come: Come) -> None:
     trainer.result(20).close()
     with pytest.raises(OSError):
         server.stranger()
+    with pytest.raises(CADPeerError, match="trainer 0 stopped"):
+        come(1, 30.0, mock.Mock(side_effect=[None, CADPeerError("trainer 0 stopped")])).accepted.result(20)
+
+
+def test_of_a_trainer_that_connects_again_the_newest_connection_counts(come: Come) -> None:
+    server = come(2)
+    first, again = (server.trainer(0).result(20) for _ in range(2))
+    assert _ended(first)
+    server.talk(server.pool.submit(lambda: again), server.trainer(1))
+    first.close()
 
 
 @pytest.mark.parametrize(
@@ -155,19 +170,22 @@ def test_a_trainer_is_not_fooled_by_whoever_took_the_port(pool: Any, monkeypatch
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts: this one, whose own name leads to loopback, and another one."""
     ways = {"here": "127.0.1.1", "127.0.0.1": "127.0.0.1", "there": "10.0.0.2", "behind": "10.9.0.2"}
+    ways |= {"localhost": "127.0.0.1", "by IPv6": "fe80::2%eth0"}
     own = {"127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1", "10.9.0.2": "192.168.0.1"}
 
     def look_up(host: str, port: int, type: int) -> list:
         if host not in ways:
             raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, type, 17, "", (ways[host], port))]
+        return [(socket.AF_INET6 if ":" in ways[host] else socket.AF_INET, type, 17, "", (ways[host], port))]
 
     class Probe(nullcontext):
         def __init__(self, family: int, kind: int) -> None:
             super().__init__(self)
+            if kind != socket.SOCK_DGRAM:
+                raise OSError
 
         def connect(self, address: tuple[str, int]) -> None:
-            self.getsockname = lambda: (own[address[0]], 1)
+            self.getsockname = lambda: (own.get(address[0], "fe80::1%eth0"), 1)
 
     monkeypatch.setattr(sockets.socket, "getaddrinfo", look_up)
     monkeypatch.setattr(sockets.socket, "socket", Probe)
@@ -177,10 +195,12 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
     (["127.0.0.1"], "127.0.0.1"), (["here"], "127.0.0.1"), (["there"], "10.0.0.1"),
     (["behind", "there"], "192.168.0.1"), (["here", "unknown", "there"], "10.0.0.1"),
     (["127.0.0.1", "a container beside it"], "127.0.0.1"), (["here", "unknown"], None), (["unknown"], None),
+    (["localhost", "there"], "127.0.0.1"), (["here", "by IPv6"], "fe80::1%eth0"),
 ])  # fmt: skip
 def test_the_interface_that_leads_to_the_rendezvous(network: None, targets: list[str], address: str | None) -> None:
     if address is not None:
-        assert sockets.find_interface(*targets) == (socket.AF_INET, address)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        assert sockets.find_interface(*targets) == (family, address)
         return
     with pytest.raises(CADPeerError, match=f"to {', '.join(targets)}, other than loopback: set"):
         sockets.find_interface(*targets)
@@ -227,6 +247,15 @@ def test_what_is_no_frame_ends_the_connection_with_the_reason(pair: Pair, head: 
     with pytest.raises(OSError, match=f"{8 + len(text) + raw} bytes came that are none of our frames: .*({words})"):
         while True:
             assert list(inbox.read()) == []
+
+
+@pytest.mark.parametrize("text, raw, ends", [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_a_frame_may_be_so_large_and_no_larger(pair: Pair, text: int, raw: int, ends: bool) -> None:
+    ours, theirs = pair
+    sizes = sockets.MOST_TEXT + text, sockets.MOST_RAW + raw
+    ours.sendall(struct.pack("!II", *sizes))
+    with pytest.raises(OSError, match="a frame of {} and {} bytes".format(*sizes)) if ends else nullcontext():
+        assert list(Inbox(theirs).read()) == []
 
 
 def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:
@@ -435,8 +464,13 @@ def test_a_stranger_has_so_much_time_and_one_of_many_no_place(come: Come, monkey
     for _ in range(sockets.MOST_GUESTS + 1):  # and a place for each trainer
         server.stranger()
     assert all(map(_ended, first))
+    server.open[5].settimeout(0.1)
+    with pytest.raises(TimeoutError):  # nothing came, and no end
+        server.open[5].recv(1)
     monkeypatch.setattr(sockets, "GREET_S", 0.1)
     assert _ended(server.stranger(bytes(3)))
+    with pytest.raises(TimeoutError):  # where time is up between two parts
+        sockets._receive(server.stranger(), 1, -1.0)
     server.talk(server.trainer(0))
 
 

@@ -7,9 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,11 +28,12 @@ from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.packed import ComparedFirst, GroupTransfer
+from deepspeed_cad.launch.armed import farewell
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server import meeting as meetings
 from deepspeed_cad.server import process
 from deepspeed_cad.server import servers as room
-from deepspeed_cad.server.launch import PROCESS, Split, find_role, take_role
+from deepspeed_cad.server.launch import PROCESS, Split, find_role, published, take_role
 from deepspeed_cad.server.links import ServerLink
 from deepspeed_cad.server.loop import Loop
 from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, look_for_errors, open_board, take_place
@@ -164,12 +166,27 @@ def test_a_world_with_other_numbers(launched: None, world: int, rank: int) -> No
         find_role(CONFIG.servers, world, rank)
 
 
-def test_a_process_that_a_trainer_started_is_no_trainer(launched: None) -> None:
+def test_a_process_that_a_trainer_started_is_no_trainer(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     request, _ = take_role(Request(CONFIG, "a test"))
     request.publish()
     replace(request, split={**(request.split or {}), PROCESS: os.getpid() + 1}).publish()
-    with pytest.raises(CADConfigError, match="-m deepspeed_cad.run --cad"):
-        find_role(CONFIG.servers, 2, 1)
+    monkeypatch.setenv("LOCAL_SIZE", "7")
+    for name, processes in ("LOCAL_WORLD_SIZE", "2"), ("LOCAL_SIZE", "7"), (VARIABLE, "N"):
+        with pytest.raises(CADConfigError, match=f"per_node {processes} -m deepspeed_cad.run --cad '{{\"servers"):
+            find_role(CONFIG.servers, 2, 1)
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(VARIABLE, "{")
+    assert published() is None, "what it is says whoever reads it"
+
+
+def test_a_trainer_that_ends_before_its_session_tells_the_servers(launched: None, place: str, monkeypatch: Any) -> None:
+    for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), place.split(":")):
+        monkeypatch.setenv(name, value)
+    take_role(Request(CONFIG, "a test"))[0].publish()
+    farewell("exit code 1")
+    assert Rendezvous(Split(2, 1, 1, place), 20.0).root.get("left/1") == b"exit code 1"
+    monkeypatch.setattr(Rendezvous, "leave", mock.Mock(side_effect=CADPeerError("the store is gone")))
+    farewell("")  # nobody is there to be told
 
 
 def test_a_world_that_is_made_already(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +249,13 @@ def test_one_that_died_after_it_came_is_given_up_and_the_next_one_is_let_in(job:
     assert (server.liveness.watched, server.liveness.losses) == (range(1), server.trainers)
 
 
-def test_one_that_cannot_listen_says_why(job: Job) -> None:
-    job.knock(2).open_door("no network leads there")
-    assert job.servers._let_in(0) == 2
+def test_one_that_cannot_listen_says_why(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "Listener", mock.Mock(side_effect=CADPeerError("no network leads there")))
+    came = job.come(2)
+    assert patience.wait_until(lambda: job.servers.newcomers == 1, 20.0) and job.servers._let_in(0) == 2
     assert job.link.gone[2].startswith("server 2 on") and "cannot listen: no network leads" in job.link.gone[2]
+    with pytest.raises(CADPeerError, match="^no network leads there$"):
+        came.result(20)
 
 
 def test_one_without_a_transport_ends_alone_and_one_that_died_is_named(job: Job, monkeypatch: Any, capsys: Any) -> None:
@@ -273,6 +293,12 @@ def test_no_signal_waits_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meetings.open_store("127.0.0.1:29500", 5.0) == "store" and by[0] is not threading.main_thread()
 
 
+@pytest.mark.parametrize("place", ["127.0.0.1:1", "127.0.0.1"])
+def test_a_rendezvous_where_no_store_is(place: str) -> None:
+    with pytest.raises(CADPeerError, match=f"no store of torch.distributed answers at {place} .* within 0.2 s: "):
+        Rendezvous(Split(2, 1, 2, place), 0.2)
+
+
 def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
     monkeypatch.setattr("deepspeed_cad.exchange.failure.board.WORDS_S", 0.1)
@@ -304,21 +330,24 @@ def test_a_server_that_one_trainer_lost_is_lost_for_all(job: Job, monkeypatch: p
 
 
 def test_what_was_sent_counts_and_memory_is_freed_when_all_have_theirs(job: Job, monkeypatch: Any, caplog: Any) -> None:
-    """While a transport is opened anew another server is lost."""
+    """While a transport is opened anew another server is lost, to this trainer and then to another one."""
     board = job.servers.liveness
-    first, second = (mock.Mock(bytes_sent=sent, exchanges=3) for sent in (5, 0))
-    opened, idle = mock.Mock(transport=second), list[int | None]()
+    first, second, third = (mock.Mock(bytes_sent=sent, exchanges=3) for sent in (5, 0, 0))
+    early, opened, idle = mock.Mock(transport=second), mock.Mock(transport=third), list[int | None]()
     board.idle_after = lambda: 5
-    monkeypatch.setattr(room, "open_again", mock.Mock(side_effect=[ServerLostError("server 7 ended"), opened]))
+    monkeypatch.setattr(room, "open_again", mock.Mock(side_effect=[ServerLostError("server 7 ended"), early, opened]))
+    monkeypatch.setattr(job.servers, "_all", all_have := mock.Mock(side_effect=[False, False, True, True]))
     monkeypatch.setattr(job.link, "change", lambda *given: idle.append(board.idle_after()))
     job.servers.begin(first, install := mock.Mock())
     with caplog.at_level("INFO", "deepspeed_cad"):
         job.servers._change()
     assert job.servers.bytes_sent == 5 and "server 7 ended" in caplog.text
-    assert install.call_args == mock.call(opened) and job.servers.generation == 2
-    assert idle == [None, None] and board.idle_after() == 5, "this rank starts no exchange meanwhile"
-    freed = first.abandon.return_value
-    assert not freed.called and job.servers.all_have(True) and freed.called and not second.abandon.called
+    assert install.call_args == mock.call(opened) and job.servers.generation == 3
+    assert idle == [None] * 3 and board.idle_after() == 5, "this rank starts no exchange meanwhile"
+    freed = [one.abandon.return_value for one in (first, second)]
+    assert not any(one.called for one in freed) and job.servers.all_have(True) and not third.abandon.called
+    assert all(one.called for one in freed)
+    assert [call.args[0] for call in all_have.call_args_list] == [False, True, True, True]
 
 
 def test_nobody_is_told_of_newcomers_where_the_store_is_gone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,6 +371,13 @@ def test_why_no_exchange_can_end(job: Job, monkeypatch: Any) -> None:
     assert job.servers.wait() == "" and [call.args[1] for call in waits.call_args_list] == [room.BLAME_S, 0]
 
 
+def test_no_server_is_blamed_where_trainers_are_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is known long before servers would have been heard of."""
+    monkeypatch.setattr(room, "BLAME_S", 1e9)
+    open_board(Rendezvous(Split(1, 1, 1, job.place), 20.0), True).report("out of memory")
+    assert job.servers.wait() == ""
+
+
 def test_ranks_that_do_not_come_to_a_group_are_named(place: str, monkeypatch: Any) -> None:
     meeting, other = (Rendezvous(Split(2, 1, rank, place), 20.0) for rank in (1, 0))
     other.root.set("here/4/0", "1")
@@ -361,8 +397,10 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
     if asked:
         job.link.liveness.store.set("asked/2", "now")
     job.link.leave("")
-    with pytest.raises(meetings.Abandoned, match="the training ended before it came to a step"):
-        waits.result(20)
+    board = mock.Mock(**{"look_up.return_value": "", "store.check.side_effect": RuntimeError("the store is gone")})
+    for end in (lambda: waits.result(20), lambda: meetings.look_for_end(board)):
+        with pytest.raises(meetings.Abandoned, match="the training ended before it came to a step"):
+            end()
 
 
 def test_how_a_server_ends_that_does_not_serve(monkeypatch: Any, capsys: Any) -> None:
@@ -416,6 +454,16 @@ def test_where_servers_may_change(policy: str, device: str, transport: str, refu
     assert refused in found and bool(refused) == bool(found)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_where_servers_cannot_change_all_ranks_refuse_to(place: str, rank: int) -> None:
+    role, config, gpu = Split(2, 1, rank, place), replace(CHANGES, transport="c10d"), torch.device("cuda")
+    begin = _Server(role, config, gpu).open if role.is_server else partial(room.join_servers, role, config, gpu)
+    waits = partial(Rendezvous(Split(2, 1, 1, place), 20.0).meet, Hello.of(Split(2, 1, 1, place), config))
+    for refused in begin, waits:
+        with pytest.raises(CADConfigError, match='key "transport" is "c10d", of which nothing can be given up'):
+            refused()
+
+
 def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
     board = Liveness(dist.HashStore(), 0, 3)
     board.losses = SimpleNamespace(why=lambda: "server 2 ended", wait=lambda: "server 2 ended")
@@ -464,6 +512,19 @@ def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
     assert server._closed.is_set() and server.worker.close.call_count == 2
     opened.transport.close.assert_called_once_with()
     opened.group.close.assert_called_once_with()
+
+
+def test_a_server_follows_into_another_group(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, opened = _Server(Split(2, 1, 2, place), CHANGES, CPU), mock.Mock()
+    begin = mock.Mock(side_effect=[None, CADUnsupportedError("c10d: another rank could not")])
+    monkeypatch.setattr(server, "_begin_with", begin)
+    server.opened, server._links = opened, mock.Mock(generation=0)
+    for ends in nullcontext(), pytest.raises(ServerLostError, match="another rank could not"):
+        with ends:
+            server._regroup({"generation": 4, "servers": [2, 3], "exchanges": 7})
+    opened.transport.abandon.return_value.assert_called_once_with()
+    assert server.opened is None and server._links.generation == 4
+    assert begin.call_args_list == [mock.call(Members(4, 2, (2, 3), 7))] * 2
 
 
 @pytest.mark.parametrize("generation", [0, 1])

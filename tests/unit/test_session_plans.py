@@ -31,7 +31,8 @@ from deepspeed_cad.layout import Layout, segments_from_positions
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.planner.constants import FORWARD_SHARE
 from deepspeed_cad.planner.plan import Plan
-from deepspeed_cad.session import Session
+from deepspeed_cad.session import Session, current_session, open_session
+from deepspeed_cad.shares import Replica
 
 SHAPE = HeadShape(8, 2, 64, 64, 2)
 BLOCK = {"tolerance": 0.02, "granularity": 64}
@@ -116,11 +117,30 @@ def test_what_a_session_begins_with(session: Session, links: Links, start: Links
     assert learned.links._transfers is measured
     assert measured is None or measured._least[1] == 2 * measured._least[0] and measured._near.tolist() == [True, False]
     learned.memory.most_needed = 9.5
-    found = session.statistics
+    found, facts = session.statistics, session.facts()
+    assert (facts.landing_bytes, facts.landing_limit, facts.links) == (0, learned.memory.now.size, str(start))
     assert (found.bytes_sent, found.landing_bytes, found.served_s, found.servers_s) == (12, 9, 1.0, 2.0)
     rooms.servers.crew.return_value = Crew(1)
     session._change_servers(None)
     assert session.groups.exchange is None and session.transport is None
+
+
+def test_models_of_a_process_share_one_session() -> None:
+    cpu = torch.device("cpu")
+    first = open_session(CADConfig(), cpu)
+    assert first is open_session(CADConfig(), cpu) is open_session(CADConfig(), cpu, Replica((0,))) is current_session()
+    for config, replica, words in (
+        (CADConfig(tolerance=0.2), None, "already on in this process with another configuration; all models"),
+        (CADConfig(), Replica((0, 1)), r"where 1 ranks divide heads among them; .* would be ranks \[0, 1\]\. All"),
+    ):
+        with pytest.raises(CADConfigError, match=words):
+            open_session(config, cpu, replica)
+    with pytest.raises(CADConfigError, match="CAD is not on for Linear: call deepspeed_cad.apply"):
+        first.look_ahead([], torch.nn.Linear(1, 1))
+    numbers = [first.open_feed("a model", alternates=one).number for one in (True, False, True)]
+    assert numbers == [0, 1, 2] and first.plans.in_one_part == {1}
+    first.close()
+    assert current_session() is None and open_session(CADConfig(tolerance=0.2), cpu) is not first
 
 
 def test_no_collective_follows_an_error_between_two(session: Session) -> None:

@@ -154,7 +154,9 @@ def test_why_a_process_ended() -> None:
     (0, inf, ""), (3 << 29, inf, ", landing areas 1.5 GiB"), (0, 2.0**31, ", landing areas 0 of at most 2 GiB"),
 ])  # fmt: skip
 def test_a_rank_describes_itself(landing: int, limit: float, words: str) -> None:
-    facts = replace(train(0).facts(), trainers=2, landing_bytes=landing, landing_limit=limit, parked_bytes=5 << 20)
+    alone = train(0).facts()
+    assert (alone.landing_bytes, alone.landing_limit, alone.links, alone.parked_bytes) == (0, inf, "", None)
+    facts = replace(alone, trainers=2, landing_bytes=landing, landing_limit=limit, parked_bytes=5 << 20)
     for servers, beside in enumerate(["", " beside 1 reserved server"]):
         said = session_lines.describe(replace(facts, servers_at_start=servers, tolerance=0.02, cost="none"))
         begin = f"rank 0 of 2 attention servers{beside}, nothing to exchange, overlap {facts.overlap}"
