@@ -34,23 +34,7 @@ def test_a_dead_server_ends_the_training_with_its_name(job: Job) -> None:
         assert codes[name] != 0 and "server 2 ended: its process died" in job.said(name)
 
 
-def test_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
-    job.serve("first")
-    job.launch_all(2, "until", "9", block=GOES_ON)
-    job.wait_for("rank0", "step 2")
-    job.processes["first"].send_signal(signal.SIGTERM)
-    job.wait_for("rank0", "server 2 ended: its process died. Training goes on with the trainers alone")
-    job.serve("second")
-    job.wait_for("rank0", "server 3 came. Training goes on with server 3")
-    job.wait_for("second", "server 3 is up")
-    (job.folder / "stop").touch()
-    codes = job.ends("rank0")
-    assert codes.pop("first") == 128 + signal.SIGTERM and set(codes.values()) == {0}
-    assert "ended: SIGTERM from the launcher or the user" in job.said("first")
-    assert "server 3 is done" in job.said("second") and "Error" not in job.said("rank0") + job.said("rank1")
-
-
-def test_a_newcomer_that_cannot_exchange_ends_alone(job: Job) -> None:
+def test_one_cannot_exchange_one_dies_another_comes_and_training_goes_on(job: Job) -> None:
     job.serve("first")
     job.launch_all(2, "until", "9", block=GOES_ON)
     job.wait_for("rank0", "step 2")
@@ -59,10 +43,17 @@ def test_a_newcomer_that_cannot_exchange_ends_alone(job: Job) -> None:
     job.start("second", ["-c", f"{fails}; {serve}"])
     job.wait_for("rank0", "server 3 ended: ")  # by its own word, or because trainers could not reach it
     job.wait_for("rank0", "Training goes on with server 2")
+    job.processes["first"].send_signal(signal.SIGTERM)
+    job.wait_for("rank0", "server 2 ended: its process died. Training goes on with the trainers alone")
+    job.serve("third")
+    job.wait_for("rank0", "server 4 came. Training goes on with server 4")
+    job.wait_for("third", "server 4 is up")
     (job.folder / "stop").touch()
     codes = job.ends("rank0")
-    assert codes.pop("second") == 1 and set(codes.values()) == {0}
-    assert "ZeroDivisionError" in job.said("second")
+    assert [codes.pop(name) for name in ("first", "second")] == [128 + signal.SIGTERM, 1] and set(codes.values()) == {0}
+    assert "ended: SIGTERM from the launcher or the user" in job.said("first")
+    assert "ZeroDivisionError" in job.said("second") and "server 4 is done" in job.said("third")
+    assert "Traceback" not in job.said("rank0") and "Error" not in job.said("rank1")
 
 
 def test_a_server_goes_on_while_trainers_save_what_they_have(job: Job) -> None:

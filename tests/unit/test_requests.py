@@ -3,7 +3,6 @@
 import os
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -150,9 +149,3 @@ def test_a_request_is_the_block_of_every_json(block: dict[str, Any], error: str,
     armed.Armed(Request(CADConfig(tolerance=0.2), "--cad")).after_import(deepspeed)
     with pytest.raises(ValueError, match=error) if error else nullcontext():
         assert deepspeed.initialize(7, config=block) == (0.2, (7,), {"config": block})
-
-
-def test_the_exit_code_is_what_the_script_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (script := tmp_path / "train.py").touch()
-    monkeypatch.setattr(run, "run_script", lambda *given: 7)
-    assert run.main(["--cad", "{}", str(script)]) == 7

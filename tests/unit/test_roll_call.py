@@ -62,9 +62,7 @@ def test_words_of_ranks_which_are_named_as_in_the_job(monkeypatch: pytest.Monkey
     (4, "making it: rank 1 stopped: its session was closed$"),
     (5, r"making it: rank 1 stopped: .* First error here: ranks \[1\] did not come within 0.5 s$"),
 ])  # fmt: skip
-def test_who_left_before_the_next_exchange_is_not_waited_for(
-    exchanges: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_left_before_the_next_exchange_is_not_waited_for(exchanges: int, words: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(patience, "LOOK_S", 0.01)
     store = dist.HashStore()
     mine, other = (Liveness(store, rank, 2) for rank in range(2))

@@ -109,8 +109,10 @@ def test_a_stranger_is_dropped_with_one_line(come: Come, bad: str, caplog: pytes
 
 
 def test_strangers_hold_up_no_trainer(come: Come) -> None:
-    """Some send nothing, or not all, some more than is read, some go and come; trainers are through at once."""
+    """Some send nothing, or not all, some more than is read, some go and come; trainers are through at once. Of one
+    that connects again the newest connection counts."""
     server = come(2)
+    first = server.trainer(0).result(20)
     silent = [server.stranger(bytes(sent)) for sent in (0, sockets.GREETING - 1) for _ in range(20)]
     for sent in (sockets.GREETING, 1 << 16):
         for _ in range(10):
@@ -118,7 +120,7 @@ def test_strangers_hold_up_no_trainer(come: Come) -> None:
     began = time.monotonic()
     server.talk(server.trainer(0), server.trainer(1))
     assert time.monotonic() - began < sockets.GREET_S
-    assert all(map(_ended, silent)), "when all trainers are here nobody else is"
+    assert all(map(_ended, [first, *silent])), "when all trainers are here nobody else is"
     with pytest.raises(OSError):
         server.stranger()
 
@@ -134,14 +136,6 @@ def test_trainers_that_do_not_come_are_named(come: Come) -> None:
         server.stranger()
     with pytest.raises(CADPeerError, match="trainer 0 stopped"):
         come(1, 30.0, mock.Mock(side_effect=[None, CADPeerError("trainer 0 stopped")])).accepted.result(20)
-
-
-def test_of_a_trainer_that_connects_again_the_newest_connection_counts(come: Come) -> None:
-    server = come(2)
-    first, again = (server.trainer(0).result(20) for _ in range(2))
-    assert _ended(first)
-    server.talk(server.pool.submit(lambda: again), server.trainer(1))
-    first.close()
 
 
 @pytest.mark.parametrize(
@@ -225,10 +219,14 @@ def test_frames(pair: Pair) -> None:
         assert frame.head == {"do": "plan", "scale": 0.1 + 0.2}
         assert [one.tolist() for one in frame.arrays] == [one.tolist() for one in arrays]
         assert [one.shape for one in frame.arrays] == [one.shape for one in arrays]
+    assert len(frames) == 2
+    for larger in (0, 0), (1, 0), (0, 1):
+        ours.sendall(struct.pack("!II", sockets.MOST_TEXT + larger[0], sockets.MOST_RAW + larger[1]))
+        with pytest.raises(OSError, match="none of our frames") if any(larger) else nullcontext():
+            assert list(Inbox(theirs).read()) == []
     ours.close()
     with pytest.raises(ConnectionError):
         list(inbox.read())
-    assert len(frames) == 2
 
 
 @pytest.mark.parametrize("head, raw, words", [
@@ -247,15 +245,6 @@ def test_what_is_no_frame_ends_the_connection_with_the_reason(pair: Pair, head: 
     with pytest.raises(OSError, match=f"{8 + len(text) + raw} bytes came that are none of our frames: .*({words})"):
         while True:
             assert list(inbox.read()) == []
-
-
-@pytest.mark.parametrize("text, raw, ends", [(0, 0, False), (1, 0, True), (0, 1, True)])
-def test_a_frame_may_be_so_large_and_no_larger(pair: Pair, text: int, raw: int, ends: bool) -> None:
-    ours, theirs = pair
-    sizes = sockets.MOST_TEXT + text, sockets.MOST_RAW + raw
-    ours.sendall(struct.pack("!II", *sizes))
-    with pytest.raises(OSError, match="a frame of {} and {} bytes".format(*sizes)) if ends else nullcontext():
-        assert list(Inbox(theirs).read()) == []
 
 
 def test_a_micro_batch_is_over_when_no_call_of_it_is_left() -> None:

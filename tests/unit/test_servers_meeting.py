@@ -35,10 +35,12 @@ from deepspeed_cad.server import process
 from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, published, take_role
 from deepspeed_cad.server.links import ServerLink
-from deepspeed_cad.server.loop import Loop
+from deepspeed_cad.server.loop import Call, Loop, ServedMicroBatch
 from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, look_for_errors, open_board, take_place
+from deepspeed_cad.server.orders import DISPATCH, RELEASE, RETURN
 from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
+from deepspeed_cad.server.sockets import Frame
 from deepspeed_cad.version import __version__ as OURS
 
 CONFIG = CADConfig(servers={"reserved": 1})
@@ -97,19 +99,6 @@ def test_two_launches_at_one_rendezvous(place: str) -> None:
             meeting.claim()
 
 
-@pytest.mark.parametrize(("reason", "kind"), [("", meetings.Abandoned), ("ValueError: no data", CADPeerError)])
-def test_a_server_whose_trainers_end_before_they_meet(place: str, reason: str, kind: type[CADError]) -> None:
-    for words in (reason, "exit code 1"):  # which comes after the error
-        Rendezvous(Split(2, 1, 0, place), 20.0).leave(words)
-    with pytest.raises(kind, match=f"trainer 0 ended without having trained with CAD(: )?{reason}$"):
-        Rendezvous(Split(2, 1, 2, place), 20.0).meet(Hello.of(Split(2, 1, 2, place), CONFIG))
-
-
-def _offer(place: str, **changes: Any) -> None:
-    role = Split(2, 1, 0, place)
-    meetings.offer_places(Rendezvous(role, 20.0), replace(Hello.of(role, JOINED), **changes))
-
-
 @pytest.mark.parametrize("config, ranks", [
     (JOINED, [2]), (replace(JOINED, on_server_failure="continue"), [2, 3]),
     (replace(CONFIG, on_server_failure="continue"), [3, 4]),
@@ -128,7 +117,8 @@ def test_a_server_of_another_launch_takes_the_next_place(place: str, config: CAD
     ({"servers": 0}, "has its 0 servers already"),
 ])  # fmt: skip
 def test_a_job_that_does_not_fit(place: str, changes: dict[str, Any], words: str) -> None:
-    _offer(place, **changes)
+    role = Split(2, 1, 0, place)
+    meetings.offer_places(Rendezvous(role, 20.0), replace(Hello.of(role, JOINED), **changes))
     with pytest.raises(CADConfigError, match=words):
         take_place(place, 20.0)
 
@@ -157,6 +147,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
 
 
+@pytest.mark.parametrize(("reason", "kind"), [("", meetings.Abandoned), ("ValueError: no data", CADPeerError)])
+def test_a_server_whose_trainers_end_before_they_meet(
+    launched: None, place: str, reason: str, kind: type[CADError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", place.split(":")[1])
+    take_role(Request(CONFIG, "a test"))[0].publish()
+    for words in (reason, "exit code 1"):  # which comes after the error
+        farewell(words)
+    with pytest.raises(kind, match=f"trainer 1 ended without having trained with CAD(: )?{reason}$"):
+        Rendezvous(Split(2, 1, 2, place), 20.0).meet(Hello.of(Split(2, 1, 2, place), CONFIG))
+    monkeypatch.setattr(Rendezvous, "leave", mock.Mock(side_effect=CADPeerError("the store is gone")))
+    farewell("")  # nobody is there to be told
+
+
 @pytest.mark.parametrize(("world", "rank"), [(3, 1), (2, 0)])
 def test_a_world_with_other_numbers(launched: None, world: int, rank: int) -> None:
     request, server = take_role(Request(CONFIG, "a test"))
@@ -177,16 +181,6 @@ def test_a_process_that_a_trainer_started_is_no_trainer(launched: None, monkeypa
         monkeypatch.delenv(name)
     monkeypatch.setenv(VARIABLE, "{")
     assert published() is None, "what it is says whoever reads it"
-
-
-def test_a_trainer_that_ends_before_its_session_tells_the_servers(launched: None, place: str, monkeypatch: Any) -> None:
-    for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), place.split(":")):
-        monkeypatch.setenv(name, value)
-    take_role(Request(CONFIG, "a test"))[0].publish()
-    farewell("exit code 1")
-    assert Rendezvous(Split(2, 1, 1, place), 20.0).root.get("left/1") == b"exit code 1"
-    monkeypatch.setattr(Rendezvous, "leave", mock.Mock(side_effect=CADPeerError("the store is gone")))
-    farewell("")  # nobody is there to be told
 
 
 def test_a_world_that_is_made_already(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,16 +281,13 @@ def test_a_door_that_is_not_found_is_told_to_all(place: str, monkeypatch: pytest
         look_for_errors(open_board(server, False))
 
 
-def test_no_signal_waits_for_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_waited_for_in_time_and_not_by_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in "127.0.0.1:1", "127.0.0.1":
+        with pytest.raises(CADPeerError, match=f"no store of torch.distributed answers at {place} .* within 0.2 s: "):
+            meetings.open_store(place, 0.2)
     by: list[threading.Thread] = []
     monkeypatch.setattr(dist, "TCPStore", lambda *given, **words: by.append(threading.current_thread()) or "store")
     assert meetings.open_store("127.0.0.1:29500", 5.0) == "store" and by[0] is not threading.main_thread()
-
-
-@pytest.mark.parametrize("place", ["127.0.0.1:1", "127.0.0.1"])
-def test_a_rendezvous_where_no_store_is(place: str) -> None:
-    with pytest.raises(CADPeerError, match=f"no store of torch.distributed answers at {place} .* within 0.2 s: "):
-        Rendezvous(Split(2, 1, 2, place), 0.2)
 
 
 def test_trainers_that_cannot_tell_each_other_stop_in_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +363,6 @@ def test_why_no_exchange_can_end(job: Job, monkeypatch: Any) -> None:
 
 
 def test_no_server_is_blamed_where_trainers_are_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is known long before servers would have been heard of."""
     monkeypatch.setattr(room, "BLAME_S", 1e9)
     open_board(Rendezvous(Split(1, 1, 1, job.place), 20.0), True).report("out of memory")
     assert job.servers.wait() == ""
@@ -444,14 +434,12 @@ def test_a_server_that_is_stuck_ends_behind_its_trainers(monkeypatch: Any, capsy
 
 
 @pytest.mark.parametrize("policy, device, transport, refused", [
-    ("stop", "cuda", "c10d", ""), ("continue", "cpu", "c10d", ""), ("continue", "cuda", "auto", ""),
-    ("continue", "cuda", "nvlink", ""),
-    ("continue", "cuda", "c10d", 'key "transport" is "c10d", of which nothing can be given up'),
+    ("stop", "cuda", "c10d", False), ("continue", "cpu", "c10d", False), ("continue", "cuda", "auto", False),
+    ("continue", "cuda", "nvlink", False), ("continue", "cuda", "c10d", True),
 ])  # fmt: skip
-def test_where_servers_may_change(policy: str, device: str, transport: str, refused: str) -> None:
+def test_where_servers_may_change(policy: str, device: str, transport: str, refused: bool) -> None:
     config = CADConfig(servers={"reserved": 1}, on_server_failure=policy, transport=transport)
-    found = meetings.why_not_change(config, torch.device(device))
-    assert refused in found and bool(refused) == bool(found)
+    assert bool(meetings.why_not_change(config, torch.device(device))) == refused
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -462,18 +450,6 @@ def test_where_servers_cannot_change_all_ranks_refuse_to(place: str, rank: int) 
     for refused in begin, waits:
         with pytest.raises(CADConfigError, match='key "transport" is "c10d", of which nothing can be given up'):
             refused()
-
-
-def test_only_what_servers_take_part_in_is_lost_with_one() -> None:
-    board = Liveness(dist.HashStore(), 0, 3)
-    board.losses = SimpleNamespace(why=lambda: "server 2 ended", wait=lambda: "server 2 ended")
-    with pytest.raises(ServerLostError, match="server 2"), Liveness.watch(board, "an exchange", with_servers=True):
-        raise RuntimeError("connection closed by peer")
-    assert board.reason(0) is None  # this rank has not stopped
-    board.watched = range(1)
-    with pytest.raises(CADPeerError) as caught, Liveness.watch(board, "lengths"):
-        raise RuntimeError("connection closed by peer")
-    assert not isinstance(caught.value, ServerLostError)
 
 
 def test_a_server_that_dies_while_data_move_is_lost() -> None:
@@ -501,6 +477,27 @@ def test_a_server_holds_no_more_than_there_is_room_for() -> None:
     with pytest.raises(CADError, match="server -1 holds 6 MiB for backwards to come and has 3 MiB for that"):
         loop._hold(served)  # type: ignore[arg-type]
     assert loop.held == loop.most_held == 6 << 20
+    loop._new_call = loop._forward = lambda opened, *head: mock.Mock(served=[served])  # type: ignore[method-assign]
+    opened = loop._opened[7] = ServedMicroBatch(())
+    for held in 6 << 20, 3 << 20:  # the layer runs again, as where it is checkpointed
+        loop._begin_pass(opened, (0, 0), {"backward": False})
+        assert (loop.held, loop.micro_batches) == (held, 1)
+    loop.follow(Frame({"do": RELEASE, "turns": [6, 7]}, []))
+    assert (loop.held, loop.most_held, loop._opened) == (0, 6 << 20, {})
+
+
+@pytest.mark.parametrize("order, wave, words", [
+    (DISPATCH, 0, "server -1: a backward of layer 3 in micro-batch 7 came, and what its forward left is freed"),
+    (DISPATCH, 1, "server -1 is told of wave 1 of a backward of layer 3 in micro-batch 7 that does not run"),
+    (RETURN, 0, "server -1 is told of wave 0 of a backward of layer 3 in micro-batch 7 that does not run"),
+])  # fmt: skip
+def test_orders_for_what_does_not_run_are_refused(order: str, wave: int, words: str) -> None:
+    loop, setup = Loop(CPU, mock.Mock(), mock.Mock(), None), mock.Mock(label="layer 3", turn=7)
+    setup.schedule.waves, forward = [0, 0], mock.Mock(backward=False)
+    loop._opened[7] = ServedMicroBatch((), calls={(3, 0): Call(setup, (torch.zeros(0),) * 3, None, running=forward)})
+    head = {"do": order, "turn": 7, "layer": 3, "nano_batch": 0, "backward": True, "wave": wave}
+    with pytest.raises(CADError, match=words):
+        loop.follow(Frame(head, []))
 
 
 def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
