@@ -4,7 +4,6 @@ and how a rank waits for what others do."""
 import math
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -161,23 +160,6 @@ def test_who_waits_in_an_exchange_is_told_who_waits_for_it(exchange: int, idle_a
         assert "rank 1 waits for the other ranks' document lengths at the forward number 3 before it starts" in said
         assert "exchange 5, which rank 0 started without asking for that" in said
         assert "exception that the script caught" in said
-
-
-def test_both_ranks_stop_and_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "LOOK_S", 0.02)
-    made = blocked()
-
-    def wait(rank: int, *what: Any) -> str:
-        with pytest.raises(CADPeerError) as caught:
-            made[rank].patiently(lambda: False, *what)
-        return str(caught.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        waits = pool.submit(wait, 0, "exchange 5", 5), pool.submit(wait, 1, "the other ranks' lengths")
-        errors = [one.result(10) for one in waits]
-    assert errors[0].startswith("rank 0 waited for exchange 5: rank 1 waits for the other ranks' document lengths")
-    assert errors[1].startswith("rank 1 waited for the other ranks' lengths: rank 0 stopped: waited for exchange 5 in")
-    assert "rank 1 waits for the other ranks' document lengths at the forward number 3" in errors[1]
 
 
 def test_a_job_that_does_not_end_is_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

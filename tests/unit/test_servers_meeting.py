@@ -24,10 +24,6 @@ from test_roll_call import on_ranks
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.errors import CADConfigError, CADError, CADPeerError, CADUnsupportedError, ServerLostError
 from deepspeed_cad.exchange.failure import patience
-from deepspeed_cad.exchange.failure.board import Liveness
-from deepspeed_cad.exchange.failure.identity import Identity
-from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.packed import ComparedFirst, GroupTransfer
 from deepspeed_cad.launch.armed import farewell
 from deepspeed_cad.request import VARIABLE, Request
 from deepspeed_cad.server import meeting as meetings
@@ -437,28 +433,13 @@ def test_a_server_that_is_stuck_ends_behind_its_trainers(monkeypatch: Any, capsy
     ("stop", "cuda", "c10d", False), ("continue", "cpu", "c10d", False), ("continue", "cuda", "auto", False),
     ("continue", "cuda", "nvlink", False), ("continue", "cuda", "c10d", True),
 ])  # fmt: skip
-def test_where_servers_may_change(policy: str, device: str, transport: str, refused: bool) -> None:
-    config = CADConfig(servers={"reserved": 1}, on_server_failure=policy, transport=transport)
-    assert bool(meetings.why_not_change(config, torch.device(device))) == refused
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_where_servers_cannot_change_all_ranks_refuse_to(place: str, rank: int) -> None:
-    role, config, gpu = Split(2, 1, rank, place), replace(CHANGES, transport="c10d"), torch.device("cuda")
-    begin = _Server(role, config, gpu).open if role.is_server else partial(room.join_servers, role, config, gpu)
-    waits = partial(Rendezvous(Split(2, 1, 1, place), 20.0).meet, Hello.of(Split(2, 1, 1, place), config))
-    for refused in begin, waits:
+def test_where_servers_may_change(place: str, policy: str, device: str, transport: str, refused: bool) -> None:
+    config, on = replace(CONFIG, on_server_failure=policy, transport=transport), torch.device(device)
+    assert bool(meetings.why_not_change(config, on)) == refused
+    server, trainer = (Split(2, 1, rank, place) for rank in (2, 0))
+    for begin in (_Server(server, config, on).open, partial(room.join_servers, trainer, config, on)) * refused:
         with pytest.raises(CADConfigError, match='key "transport" is "c10d", of which nothing can be given up'):
-            refused()
-
-
-def test_a_server_that_dies_while_data_move_is_lost() -> None:
-    board, group = Liveness(dist.HashStore(), 0, 2), mock.Mock()
-    board.losses = SimpleNamespace(why=lambda: "", wait=lambda: "server 1 ended")
-    transport = ComparedFirst(group, CPU, Alarm(0, board, 20.0))
-    work = mock.Mock(**{"wait.side_effect": RuntimeError("connection closed by peer")})
-    with pytest.raises(ServerLostError, match="server 1 ended"):
-        transport._receive(GroupTransfer(Identity(1, 0), [], [], [work]))  # type: ignore[list-item]
+            begin()
 
 
 @pytest.mark.parametrize("numbers, expected", [
@@ -511,27 +492,23 @@ def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
     opened.group.close.assert_called_once_with()
 
 
-def test_a_server_follows_into_another_group(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, opened = _Server(Split(2, 1, 2, place), CHANGES, CPU), mock.Mock()
-    begin = mock.Mock(side_effect=[None, CADUnsupportedError("c10d: another rank could not")])
-    monkeypatch.setattr(server, "_begin_with", begin)
-    server.opened, server._links = opened, mock.Mock(generation=0)
-    for ends in nullcontext(), pytest.raises(ServerLostError, match="another rank could not"):
-        with ends:
-            server._regroup({"generation": 4, "servers": [2, 3], "exchanges": 7})
-    opened.transport.abandon.return_value.assert_called_once_with()
-    assert server.opened is None and server._links.generation == 4
-    assert begin.call_args_list == [mock.call(Members(4, 2, (2, 3), 7))] * 2
-
-
-@pytest.mark.parametrize("generation", [0, 1])
+@pytest.mark.parametrize("generation", [0, 4])
 def test_a_server_takes_part_in_what_is_measured_at_the_start(generation: int, place: str, monkeypatch: Any) -> None:
-    """Trainers wait for it there. Where servers change, nothing is measured again."""
+    """Trainers wait for it there. Where servers change, it follows, and nothing is measured again."""
     said: list[str] = []
-    server = _Server(Split(2, 1, 2, place), CONFIG, CPU)
-    server.meeting = server.liveness = server.loop = mock.Mock()
-    monkeypatch.setattr(process, "open_again", mock.Mock())
+    server, before, opened = _Server(Split(2, 1, 3, place), CHANGES, CPU), mock.Mock(), mock.Mock()
+    server.meeting = server.liveness = server.loop = loop = mock.Mock()
+    server.opened, server._links = before, mock.Mock(generation=-1)
+    opens = mock.Mock(side_effect=[opened, CADUnsupportedError("c10d: another rank could not")])
+    monkeypatch.setattr(process, "open_again", opens)
     monkeypatch.setattr(process, "with_links", lambda *given: said.append("links"))
     monkeypatch.setattr(process, "find_speeds", lambda *given: said.append("speeds"))
-    server._begin_with(Members(generation, 2, (2,)))
-    assert said == ["links", "speeds"] * (not generation)
+    for ends in nullcontext(), pytest.raises(ServerLostError, match="another rank could not"):
+        with ends:
+            server._regroup({"generation": generation, "servers": [2, 3], "exchanges": 7})
+    assert said == ["links", "speeds"] * (not generation) and opens.call_args.args[1] == Members(
+        generation, 2, (2, 3), 7
+    )
+    before.transport.abandon.return_value.assert_called_once_with()
+    loop.begin_with.assert_called_once_with(3, opened.transport)
+    assert server.opened is None and server._links.generation == generation
