@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from engines import engine_config, import_deepspeed, train_engine
 from pool import WorkerPool
 from trainers import STEPS, assert_same_and_balanced, start_anew, step_entry, without_and_with
 
 import deepspeed_cad
+from deepspeed_cad.errors import CADPeerError
+from deepspeed_cad.exchange.failure import patience, roll_call
 
 WORLD = 3
 
@@ -102,3 +105,25 @@ def _without_optimizer(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_an_engine_without_optimizer_keeps_its_attention_until_it_trains(fresh_workers: WorkerPool) -> None:
     fresh_workers.run(_without_optimizer, 2, timeout=60.0)
+
+
+def _without_the_block(rank: int, world: int) -> str:
+    """On rank 1, which goes on alone, as where the package is not installed."""
+    deepspeed = import_deepspeed()
+    patience.LATE_S = roll_call.LATE_S = 0.5
+    config, store = engine_config(1), dist.distributed_c10d._get_default_store()
+    model = training.tiny_llama()
+    try:
+        block = {} if rank == 1 else {"cad": {}}
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | block)
+    except CADPeerError as error:
+        store.set(f"told/{rank}", "1")
+        return str(error)
+    store.wait(["told/0", "told/2"])
+    return ""
+
+
+@pytest.mark.slow
+def test_a_rank_without_the_package_is_named_by_the_others(fresh_workers: WorkerPool) -> None:
+    for rank, error in enumerate(fresh_workers.run(_without_the_block, 3)):
+        assert f"CAD is on on rank {rank} and not on rank 1" in error or rank == 1

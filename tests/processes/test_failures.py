@@ -1,8 +1,9 @@
-"""Bad input ends in one clear error on every rank, before anything wrong is trained."""
+"""Bad input is one clear error on every rank, before anything wrong is trained; ranks that are slow are waited for."""
 
 import gc
 import os
 import re
+import time
 import weakref
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -17,8 +18,9 @@ from told import loss_and_gradients, padded
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 import deepspeed_cad
-from deepspeed_cad.ahead import gather, plan
+from deepspeed_cad.ahead import gather, plan, worker
 from deepspeed_cad.errors import CADUnsupportedError
+from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.session import find_binding
 
 BLOCK = {"granularity": 16, "timeout_s": 60.0, "links": training.LINKS}
@@ -121,3 +123,63 @@ def _refuses_in_a_layer(rank: int, world: int) -> None:
 def test_an_error_that_was_caught_is_let_go_with_the_layer_it_came_from(workers: WorkerPool) -> None:
     # Otherwise the hooks of its activation checkpointing stay for whatever is trained next, where torch is below 2.13.
     workers.run(_refuses_in_a_layer, 2, timeout=60.0)
+
+
+LENGTHS = [[120], [20, 30, 7], [64, 40], [90, 5, 31]]
+
+
+def _documents(rank: int, index: int) -> list[torch.Tensor]:
+    return training.documents(LENGTHS[(rank + index) % 4], seed=10 * index + rank)
+
+
+def _take_turns_to_be_slow(rank: int, world: int) -> tuple[int, int]:
+    """Each rank in its turn plans, computes and reads until the other one has looked at the board some times.
+
+    Gives how often this rank told that it is blocked, and how often it asked from an exchange whether others are.
+    """
+    model, reference = training.tiny_llama().train(), training.tiny_llama()
+    deepspeed_cad.apply(model, {**BLOCK, "timeout_s": 300.0})
+    session = deepspeed_cad.current_session()
+    board, store = session.liveness, dist.distributed_c10d._get_default_store()
+    block, standstill, plan_tick = board.block, board._standstill, session.plans.plan_tick
+
+    def is_slow(*ways: str) -> None:
+        """Until the other one has looked."""
+
+        def looks() -> int:
+            return sum(store.add(f"{way}/{1 - rank}", 0) for way in ways)
+
+        enough = looks() + 6
+        while looks() < enough:
+            time.sleep(0.01)
+
+    def batches() -> Any:
+        for index in range(10):
+            if index == 8 + rank:
+                is_slow("told", "asked")
+            yield training.pack(_documents(rank, index))
+
+    def slow_plan(*given: Any, **named: Any) -> Any:
+        if session.plans.turn == 3 + rank:
+            is_slow("told")
+        return plan_tick(*given, **named)
+
+    board.block = lambda *given: (store.add(f"told/{rank}", 1), block(*given))
+    board._standstill = lambda exchange: (exchange and store.add(f"asked/{rank}", 1), standstill(exchange))[1]
+    tell, look = mock.patch.object(worker, "TELL_S", 0.02), mock.patch.object(patience, "LOOK_S", 0.03)
+    with tell, look, mock.patch.object(session.plans, "plan_tick", slow_plan):
+        for i, batch in enumerate(session.look_ahead(batches(), model)):
+            if i == 8:
+                with torch.no_grad():
+                    training.loss_sum(model, training.pack(_documents(rank, 9)))
+            loss = training.loss_sum(model, batch)
+            if i == 5 + rank:
+                is_slow("asked")
+            loss.backward()
+            assert abs(float(loss.detach()) - training.alone(reference, _documents(rank, i))[0]) < 1e-8, (rank, i)
+    return store.add(f"told/{rank}", 0), store.add(f"asked/{rank}", 0)
+
+
+def test_ranks_that_are_only_slow_are_waited_for(workers: WorkerPool) -> None:
+    ranks = workers.run(_take_turns_to_be_slow, 2)
+    assert all(told > 5 for told, _ in ranks) and all(asked > 5 for _, asked in ranks), ranks

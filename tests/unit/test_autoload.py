@@ -36,10 +36,9 @@ FILES = {
     "accelerate/__init__.py": "from accelerate.accelerator import Accelerator\nimport accelerate.utils.deepspeed\n",
     "accelerate/accelerator.py": ACCELERATOR,
     "accelerate/utils/deepspeed.py": "class HfDeepSpeedConfig:\n def __init__(self, config):\n  self.config = config\n",
-    "torch.py": "STAND_IN = True\n",
+    "torch.py": "STAND_IN = True\n", "elsewhere/plain.json": "{}",
     "elsewhere/ds.json": '{"zero_optimization": {"stage": 2}, "cad": {"tolerance": 0.1}}',
-    "elsewhere/plain.json": "{}",
-}
+}  # fmt: skip
 """Stand-ins, and files beside the code that runs."""
 ENGINE = """
 import sys

@@ -4,7 +4,6 @@ and how a rank waits for what others do."""
 import math
 import threading
 import time
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from deepspeed_cad import threads
 from deepspeed_cad.ahead import worker as worker_room
 from deepspeed_cad.ahead.worker import Worker
-from deepspeed_cad.errors import CADPeerError, ServerLostError, in_one_line
+from deepspeed_cad.errors import CADPeerError, in_one_line
 from deepspeed_cad.exchange.failure import board as room
 from deepspeed_cad.exchange.failure import patience
 from deepspeed_cad.exchange.failure.board import LOST, WORDS_S, Liveness
@@ -131,9 +130,6 @@ def test_a_lost_server_is_to_blame_where_servers_take_part(clock: list[float], w
     for board, kind, said in cases:
         with pytest.raises(CADPeerError, match=said), Liveness.watch(board, "it", with_servers):
             raise kind("x")
-    mine.losses.why.return_value = "server 1 ended"
-    with pytest.raises(ServerLostError, match=words) if with_servers else nullcontext():
-        assert not mine.patiently(lambda: False, "it", with_servers=with_servers, timeout_s=0.0)
 
 
 def blocked(idle_after: int | None = 8) -> list[Liveness]:

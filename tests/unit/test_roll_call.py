@@ -1,6 +1,6 @@
 """Who is here: ranks that turn CAD on, and those that make something together.
 
-A rank that cannot, or never comes, is an error on all, in time. One process plays them; test_roll_call_ranks.py in
+A rank that cannot, or never comes, is an error on all, in time. One process plays them; test_deepspeed.py in
 tests/processes has real ranks.
 """
 

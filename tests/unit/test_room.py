@@ -11,7 +11,7 @@ from deepspeed_cad.attention.layer import whole_rank_tasks
 from deepspeed_cad.attention.memory import NO_LIMIT, SMALLER, ExchangeMemory, rows_of_layers, rows_of_ticks
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.landing import NoRoomError
-from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, SHARE, Limit, MemoryLimit
+from deepspeed_cad.feedback.memory_limit import ALL, MARGIN, Limit, MemoryLimit
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape
 from deepspeed_cad.schedule import build_slices, waves
@@ -182,7 +182,7 @@ def test_all_ranks_take_the_limit_of_the_one_with_least(monkeypatch: pytest.Monk
         return one.now
 
     gpu(monkeypatch, 1 << 29)
-    assert tuple(one.report(0)) == (int(SHARE * 2**30), 0), "before the first backward its peak is not known"
+    assert tuple(one.report(0)) == (2**30 // 32, 0), "before the first backward its peak is not known"
     assert hears((32, 0), (20, 0), (0, 0)) == (20.0, '"memory": "auto" (by rank 2)', float("inf"))
     assert hears((32, 90), (20, 80)) == (20.0, '"memory": "auto" (by rank 2)', 80.0), "a share is a choice"
     trained.yes = True

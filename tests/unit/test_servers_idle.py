@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,18 +90,10 @@ def test_who_is_idle_in_words() -> None:
 class Event:
     """One of a GPU, at a moment in milliseconds; it is over once `now` has come."""
 
-    now = 1e9
+    now, record = 1e9, Mock()
 
     def __init__(self, at: float) -> None:
-        self.at = at
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.at <= Event.now
-
-    def elapsed_time(self, later: Event) -> float:
-        return later.at - self.at
+        self.at, self.query, self.elapsed_time = at, lambda: at <= Event.now, lambda later: later.at - at
 
 
 @pytest.mark.parametrize("calls, now, seconds", [

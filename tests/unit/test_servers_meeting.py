@@ -467,18 +467,13 @@ def test_a_server_holds_no_more_than_there_is_room_for() -> None:
     assert (loop.held, loop.most_held, loop._opened) == (0, 6 << 20, {})
 
 
-@pytest.mark.parametrize("order, wave, words", [
-    (DISPATCH, 0, "server -1: a backward of layer 3 in micro-batch 7 came, and what its forward left is freed"),
-    (DISPATCH, 1, "server -1 is told of wave 1 of a backward of layer 3 in micro-batch 7 that does not run"),
-    (RETURN, 0, "server -1 is told of wave 0 of a backward of layer 3 in micro-batch 7 that does not run"),
-])  # fmt: skip
-def test_orders_for_what_does_not_run_are_refused(order: str, wave: int, words: str) -> None:
+def test_a_second_backward_is_refused() -> None:
     loop, setup = Loop(CPU, mock.Mock(), mock.Mock(), None), mock.Mock(label="layer 3", turn=7)
     setup.schedule.waves, forward = [0, 0], mock.Mock(backward=False)
     loop._opened[7] = ServedMicroBatch((), calls={(3, 0): Call(setup, (torch.zeros(0),) * 3, None, running=forward)})
-    head = {"do": order, "turn": 7, "layer": 3, "nano_batch": 0, "backward": True, "wave": wave}
-    with pytest.raises(CADError, match=words):
-        loop.follow(Frame(head, []))
+    for order, words in (DISPATCH, "7 came, and what its forward left is freed"), (RETURN, "7 that does not run"):
+        with pytest.raises(CADError, match=f"server -1.* a backward of layer 3 in micro-batch {words}"):
+            loop.follow(Frame({"do": order, "turn": 7, "layer": 3, "nano_batch": 0, "backward": True, "wave": 0}, []))
 
 
 def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
