@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FUZZ_TIMEOUT_S", "100")  # beside whatever else this machine runs
 sys.path.insert(0, os.path.dirname(__file__))
 
-from jobs import Job
 from pool import WorkerPool
 from ports import free_port
 from scripts import ROOT
@@ -32,13 +30,3 @@ workers = pytest.fixture(_open_pool, scope="session", name="workers")
 """The pool of worker processes that all multi-process tests share."""
 fresh_workers = pytest.fixture(_open_pool, name="fresh_workers")
 """Workers of their own, for host frameworks that keep global state after a process group is gone."""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    """A job without processes; those that it starts end with the test."""
-    made = Job(tmp_path)
-    yield made
-    for process in made.processes.values():
-        process.kill()
-        process.wait()

@@ -112,9 +112,8 @@ def _without_the_block(rank: int, world: int) -> str:
     deepspeed = import_deepspeed()
     patience.LATE_S = roll_call.LATE_S = 0.5
     config, store = engine_config(1), dist.distributed_c10d._get_default_store()
-    model = training.tiny_llama()
+    model, block = training.tiny_llama(), {} if rank == 1 else {"cad": {}}
     try:
-        block = {} if rank == 1 else {"cad": {}}
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | block)
     except CADPeerError as error:
         store.set(f"told/{rank}", "1")

@@ -118,14 +118,13 @@ def test_a_broken_package_warns_and_deepspeed_still_imports(python) -> None:
 
 
 UNREAD = {
-    "no plugin": ("cpu=True", "", "fine"),
-    "no block": ("cpu=True, deepspeed_plugin=plugin({})", "", "fine"),
+    "no plugin": ("cpu=True", "", "fine"), "no block": ("cpu=True, deepspeed_plugin=plugin({})", "", "fine"),
     "block and DeepSpeed": ("deepspeed_plugin=plugin({'cad': {}})", "", "refused?\nfine"),
     "block on a CPU": ("cpu=True, deepspeed_plugin=plugin({'cad': {}})", "", "unread"),
     "block that is off": ("cpu=True, deepspeed_plugin=plugin({'cad': {'enabled': False}})", "", "fine"),
     "one of several": ("cpu=True, deepspeed_plugins={'a': plugin({}), 'b': plugin({'cad': {}})}", "", "unread"),
     "file of the launcher": ("cpu=True", "ds.json", "unread"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "file", "said"), UNREAD.values(), ids=UNREAD)

@@ -1,9 +1,10 @@
 """What importing the package costs and offers."""
 
+import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,14 +66,12 @@ def test_without_the_library_a_session_refuses_before_ranks_meet(no_library, mon
 
 def test_without_the_library_a_server_tells_all_ranks(no_library, monkeypatch) -> None:
     """Through the meeting, so that trainers end with the same words."""
-
-    def refuse(reason: str) -> None:
-        raise errors.CADConfigError(reason)
-
-    monkeypatch.setattr(process, "Rendezvous", lambda *given: SimpleNamespace(claim=lambda: None, refuse=refuse))
+    meeting = Mock(**{"refuse.side_effect": errors.CADConfigError})
+    monkeypatch.setattr(process, "Rendezvous", lambda *given: meeting)
     server = process._Server(Split(2, 1, 2, "127.0.0.1:1"), CADConfig(servers={"reserved": 1}), torch.device("cpu"))
-    with pytest.raises(errors.CADConfigError, match=r"^server 2 on .*: the library was not built$"):
+    with pytest.raises(errors.CADConfigError):
         server.open()
+    assert re.match("server 2 on .*: the library was not built$", meeting.refuse.call_args.args[0])
 
 
 def test_without_the_library_nothing_is_planned_and_the_doctor_says_why(no_library) -> None:

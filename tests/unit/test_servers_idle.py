@@ -32,28 +32,33 @@ def test_which_way_to_change(idle: list[float], servers: int, trainers: int, wor
     assert words in found and bool(found) == bool(words)
 
 
-def test_it_is_said_once_and_not_of_the_first_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy, waits, words", [
+    (7.0, 0.7, ["servers were idle for 30% and trainer 0 for 14%", "reserve fewer of them, 1 servers"]),
+    (9.5, 1.5, ["servers were idle for 5% and trainer 0 for 30%", "Add servers, or train in place"]),
+])  # fmt: skip
+def test_idle_ranks_are_told_once_and_not_at_first(busy: float, waits: float, words: Any, monkeypatch: Any) -> None:
     said: list[str] = []
     monkeypatch.setattr(sessions, "notice", said.append)
-    times = [0.0, 0.0]
+    times = [0.0, 0.0, 0.0]
     session = Session(CADConfig(), torch.device("cpu"))
     monkeypatch.setattr(session.servers, "at_start", 2)
-    monkeypatch.setattr(session.servers, "busy", lambda: tuple(times))
+    monkeypatch.setattr(session.servers, "busy", lambda: tuple(times[:2]))
+    monkeypatch.setattr(session.counts, "waits", SimpleNamespace(seconds=lambda: times[2]))
     micro_batch = SimpleNamespace(planned={}, loaded=np.ones(2), layout=Layout.from_rank_lengths([[1], [1]]))
 
-    def train(busy: float, total: float) -> None:
+    def train(*spent: float) -> None:
         for _ in range(EVERY):
             session.count(micro_batch)  # type: ignore[arg-type]
-        times[0], times[1] = times[0] + busy, times[1] + total
+        times[:] = np.add(times, spent)
 
-    train(0.0, 10.0)  # warming up: idle all the time
-    train(9.5, 10.0)
-    train(7.0, 10.0)
+    train(0.0, 10.0, 9.0)  # warming up: idle all the time
+    train(9.5, 10.0, 0.2)
+    train(busy, 10.0, waits)
     assert said == []
-    train(7.0, 10.0)
-    train(7.0, 10.0)
+    train(busy, 10.0, waits)
+    train(busy, 10.0, waits)
     session.close()
-    assert len(said) == 1 and "servers were idle for 30%" in said[0] and "reserve fewer of them, 1 servers" in said[0]
+    assert len(said) == 1 and all(one in said[0] for one in words)
 
 
 def _timeline(*, serves: bool = True) -> dict:

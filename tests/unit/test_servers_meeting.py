@@ -186,6 +186,8 @@ def test_a_world_that_is_made_already(launched: None, monkeypatch: pytest.Monkey
     for config in (CADConfig(), replace(CONFIG, enabled=False)):
         assert take_role(request := Request(config, "a test")) == (request, None)
     assert find_role("all", 2, 1) is None
+    joined = find_role({"joined": 2}, 3, 1)
+    assert joined is not None and (joined.trainers, joined.servers, joined.rank) == (3, 2, 1), "all of the launch train"
 
 
 CHANGES = CADConfig(servers={"joined": 1}, on_server_failure="continue", timeout_s=20)
@@ -387,6 +389,21 @@ def test_one_that_comes_too_late_ends_well(job: Job, asked: bool) -> None:
     for end in (lambda: waits.result(20), lambda: meetings.look_for_end(board)):
         with pytest.raises(meetings.Abandoned, match="the training ended before it came to a step"):
             end()
+
+
+@pytest.mark.parametrize("named, local, uses, found", [
+    ("", "6", "", "cuda:2"), ("", None, "", "cuda:0"), ("", "6", "cpu", "cpu"), ("cuda:3", "6", "cpu", "cuda:3"),
+    ("cpu", "6", "", "cpu"), ("cuda:4", None, "", "there is no device 'cuda:4' here: no such GPU"),
+    ("a GPU", None, "", "there is no device 'a GPU' here: "),
+])  # fmt: skip
+def test_which_of_four_gpus_a_server_takes(named: str, local: Any, uses: str, found: str, monkeypatch: Any) -> None:
+    taken = mock.Mock(side_effect=[RuntimeError("no such GPU") if named == "cuda:4" else None])
+    for name, there in {"is_available": lambda: True, "device_count": lambda: 4, "set_device": taken}.items():
+        monkeypatch.setattr(torch.cuda, name, there)
+    monkeypatch.setenv("DS_ACCELERATOR", uses)
+    monkeypatch.delenv("LOCAL_RANK", raising=False) if local is None else monkeypatch.setenv("LOCAL_RANK", local)
+    with pytest.raises(CADConfigError, match=found) if " " in found else nullcontext():
+        assert str(process.choose_device(named)) == found and taken.called == (found != "cpu")
 
 
 def test_how_a_server_ends_that_does_not_serve(monkeypatch: Any, capsys: Any) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from deepspeed_cad.errors import CADConfigError
-from deepspeed_cad.request import VARIABLE
-from deepspeed_cad.server.launch import Split, find_role, split
+from deepspeed_cad.server.launch import Split, split
 from deepspeed_cad.server.servers import ReservedServers
 
 
@@ -74,14 +73,6 @@ def test_a_launcher_that_does_not_count_hosts() -> None:
     each = [torchrun(rank, [2] * 3).items() for rank in range(6)]
     roles = [split({"reserved_per_node": 1}, {k: v for k, v in one if "GROUP" not in k})[0] for one in each]
     assert [(one.rank, one.servers) for one in roles] == [(rank, 3) for rank in (0, 3, 1, 4, 2, 5)]
-
-
-def test_where_servers_join_later_every_rank_of_the_launch_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    for name, value in torchrun(1, [2]).items():
-        monkeypatch.setenv(name, value)
-    role = find_role({"joined": 1}, 2, 1)
-    assert role is not None and (role.trainers, role.servers, role.rank) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("outlives, attempt", [("True", 1), ("False", 0), (None, 0)])
