@@ -109,12 +109,11 @@ def test_an_engine_without_optimizer_keeps_its_attention_until_it_trains(fresh_w
 
 def _without_the_block(rank: int, world: int) -> str:
     """On rank 1, which goes on alone, as where the package is not installed."""
-    deepspeed = import_deepspeed()
     patience.LATE_S = roll_call.LATE_S = 0.5
     config, store = engine_config(1), dist.distributed_c10d._get_default_store()
     model, block = training.tiny_llama(), {} if rank == 1 else {"cad": {}}
     try:
-        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config | block)
+        import_deepspeed().initialize(model=model, model_parameters=model.parameters(), config=config | block)
     except CADPeerError as error:
         store.set(f"told/{rank}", "1")
         return str(error)

@@ -39,10 +39,8 @@ class Job:
         """Every rank under the launcher of CAD."""
         words = ["-m", "deepspeed_cad.run", "--cad", json.dumps(block), SCRIPT, *script]
         for rank in range(world):
-            self.start(
-                f"rank{rank}", words, RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world,
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port,
-            )  # fmt: skip
+            ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+            self.start(f"rank{rank}", words, **ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.port)
 
     def serve(self, name: str) -> None:
         self.start(name, ["-m", "deepspeed_cad.cli", "serve", "--rendezvous", f"127.0.0.1:{self.port}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -98,9 +99,7 @@ KINDS = [("nvlink", [0, 0, 0]), ("mixed", [0, 0, 2]), ("mixed", [0, 1, 2]), ("nc
 
 
 @pytest.mark.parametrize(("kind", "near"), KINDS)
-def test_a_rank_at_another_moment_is_found_by_every_rank(
-    kind: str, near: list[int], network: Network, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-) -> None:  # fmt: skip
+def test_a_rank_at_another_moment_is_found_by_every_rank(kind: str, near: Any, network: Any, monkeypatch: Any) -> None:  # noqa: F811
     """And equal moments are found equal, also when the ring has come round."""
     compared: list[dict[int, int]] = []
     monkeypatch.setattr(comparison, "compare", lambda numbers: compared.append(numbers) or compare(numbers))

@@ -62,11 +62,6 @@ def _all(place: str, say: Callable[[Split, Hello], Hello], timeout_s: float = 20
     return on_ranks(meet, ranks)
 
 
-def test_all_read_what_all_say(place: str) -> None:
-    said = _all(place, lambda role, mine: mine)
-    assert said[0] == said[1] == said[2] and [one.rank for one in said[0]] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("changes, words", [
     ({"version": "0.9"}, f"server 2 on .* has deepspeed_cad 0.9 and trainer 0 on .* has {OURS}: install the same"),
     ({"config": CONFIG.to_dict() | {"granularity": 64}}, 'different "cad" blocks .granularity: 128 and 64.'),
@@ -87,12 +82,13 @@ def test_a_server_that_does_not_come(place: str, monkeypatch: pytest.MonkeyPatch
     assert all(isinstance(one, CADConfigError) and "server 2 did not come within 5 s" in str(one) for one in found)
 
 
-def test_two_launches_at_one_rendezvous(place: str) -> None:
-    meeting = Rendezvous(Split(2, 1, 2, place), 20.0)
-    meeting.root.add("claimed/2", 1)
-    for words in ("two launches use the same rendezvous", "rank 2 opened a session with reserved servers before"):
+def test_all_read_what_all_say_and_another_launch_is_refused(place: str) -> None:
+    said = _all(place, lambda role, mine: mine)
+    assert said[0] == said[1] == said[2] and [one.rank for one in said[0]] == [0, 1, 2]
+    for words in "rank 2 opened a session with reserved servers before", "two launches use the same rendezvous":
         with pytest.raises(CADConfigError, match=words):
-            meeting.claim()
+            Rendezvous(Split(2, 1, 2, place), 20.0).claim()
+        meetings._claimed.clear()  # as in another process
 
 
 @pytest.mark.parametrize("config, ranks", [
@@ -144,8 +140,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("reason", "kind"), [("", meetings.Abandoned), ("ValueError: no data", CADPeerError)])
-def test_a_server_whose_trainers_end_before_they_meet(
-    launched: None, place: str, reason: str, kind: type[CADError], monkeypatch: pytest.MonkeyPatch
+def test_a_server_whose_trainers_end_early(
+    launched: None, place: str, reason: str, kind: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", place.split(":")[1])
     take_role(Request(CONFIG, "a test"))[0].publish()

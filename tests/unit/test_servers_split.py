@@ -1,13 +1,16 @@
 """Who trains and who serves, from the key and what launchers say; and what does not fit."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.server.launch import Split, split
+from deepspeed_cad.server.orders import TRACE
 from deepspeed_cad.server.servers import ReservedServers
+from deepspeed_cad.trace import WARM_UP
 
 
 def torchrun(rank: int, sizes: list[int]) -> dict[str, str]:
@@ -85,8 +88,15 @@ def test_hosts_that_count_their_own_failures_meet(outlives: str | None, attempt:
 
 
 def test_the_first_trainer_tells_servers_of_micro_batches() -> None:
-    link: Any = SimpleNamespace(tell=print)
-    roles = [split({"reserved": 1}, torchrun(rank, [3]))[0] for rank in (0, 1)]
-    first, other = (ReservedServers(role, None, link).crew(None, None).servers for role in roles)  # type: ignore[arg-type]
+    """And which of them are recorded: so many after those that warm up, and one that ends that."""
+    link: Any = mock.Mock()
+    both = [ReservedServers(split({"reserved": 1}, torchrun(rank, [3]))[0], None, link) for rank in (0, 1)]  # type: ignore[arg-type]
+    first, other = (one.crew(None, None).servers for one in both)
     assert first is not None and (first.count, first.at_start) == (1, 1)
     assert callable(first.open) and other is not None and other.open is None
+    for rank, servers in enumerate(both):
+        servers.members = replace(servers.members, generation=5)
+        for count in range(WARM_UP + 5):
+            servers.trace_next(mock.Mock(rank=rank, micro_batches=count, steps=3, path="trace.json", ranks=3))
+    told = {"do": TRACE, "path": "trace.json", "steps": 3, "ranks": 3}
+    assert link.tell.call_args_list == [mock.call(told, generation=5)] * (WARM_UP + 4)

@@ -189,9 +189,8 @@ class Watchdog:
             self._thread = start_daemon("watchdog", self._run, self.device)
 
     def _run(self) -> None:
-        pause = min(max(self.alarm.timeout_s / 20, 0.02), PAUSE_S)
         try:
-            while not self._stop.wait(pause):
+            while not self._stop.wait(PAUSE_S):
                 if not self._frees():  # the driver may let no call through
                     self._pop()
                 self._look(time.monotonic())
