@@ -14,15 +14,19 @@ import training
 from pool import WorkerPool
 
 import deepspeed_cad
+from deepspeed_cad.config import CADConfig
 from deepspeed_cad.exchange.failure.board import open_board
 from deepspeed_cad.exchange.failure.identity import Moment
 from deepspeed_cad.exchange.failure.watchdog import Alarm
+from deepspeed_cad.exchange.group import numbers_of
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.packed import PackedTransport, c10d_transport
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.exchange.waits import Transfers
+from deepspeed_cad.groups import open_groups
 from deepspeed_cad.layout import Layout
 from deepspeed_cad.schedule import KEY, QUERY, Schedule, build_slices, schedule_rank
+from deepspeed_cad.shares import Replica
 
 GROUPS, CPU = 2, torch.device("cpu")
 
@@ -117,3 +121,31 @@ def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:
 
 def test_ranks_whose_launchers_count_differently_plan_alike(workers: WorkerPool) -> None:
     assert workers.run(_with_a_launcher_of_its_own, 4) == [[9, 5, 9, 9]] * 4
+
+
+def _open(rank: int, world: int, shares: int) -> dict[str, Any]:
+    """What a rank has opened where so many divide heads, and which of it is left once it is closed."""
+    first, torchs = rank // shares * shares, dist.distributed_c10d._world.pg_map
+    before = set(torchs)
+    opened = open_groups(CADConfig(timeout_s=50.0), CPU, Replica((*range(first, first + shares),)), rank, world)
+    asked, board = list[int](), opened.liveness
+    agree = opened.agree(lambda value: asked.append(value) or numbers_of(opened.cpu, board, value))
+    facts = {"agreed": agree(10 + rank), "asked": asked, "watched": board.watched, "beside": board.beside}
+    facts["limits"] = {one._get_backend(CPU).options._timeout for one in set(torchs) - before}
+    facts["over"] = [one and dist.get_process_group_ranks(one) for one in (opened.cpu, opened.exchange, opened.share)]
+    facts |= {"hosts": len(opened.hosts), "trainers": opened.servers.members.trainers}
+    opened.close()
+    return facts | {"left": len(set(torchs) - before)}
+
+
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_ranks_with_one_share_of_heads_are_a_group(workers: WorkerPool, shares: int) -> None:
+    """They ask each other alone where heads are divided, after all have compared configurations."""
+    for rank, found in enumerate(workers.run(_open, 4, shares)):
+        group = [*range(rank % shares, 4, shares)]
+        over = [[0, 1, 2, 3], group if shares < 4 else None, group if shares == 2 else None]
+        assert found == {
+            "agreed": [10 + one for one in group], "asked": [10 + rank if shares == 1 else 0], "watched": group,
+            "beside": [one for one in range(4) if one not in group], "limits": {timedelta(seconds=50)}, "over": over,
+            "hosts": len(group), "trainers": len(group), "left": 0,
+        }  # fmt: skip

@@ -10,6 +10,7 @@ import ctypes
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,17 +23,18 @@ import torch
 import torch.distributed as dist
 from check_transports import LANES, Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
+from test_roll_call import on_ranks
 
 from deepspeed_cad.errors import CADError, CADPeerError
-from deepspeed_cad.exchange import landed, landing, nccl
+from deepspeed_cad.exchange import landed, landing, nccl, packed
 from deepspeed_cad.exchange.failure import watchdog
-from deepspeed_cad.exchange.failure.identity import Identity
+from deepspeed_cad.exchange.failure.identity import Identity, Moment
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import OwnGroup, PeerGroup
+from deepspeed_cad.exchange.group import OwnGroup, PeerGroup, make_group
 from deepspeed_cad.exchange.landed import LandingTransport
 from deepspeed_cad.exchange.native_calls import CudaCalls, Table
 from deepspeed_cad.exchange.nccl import NcclTransport
-from deepspeed_cad.exchange.packed import GroupTransport
+from deepspeed_cad.exchange.packed import Collectives, GroupTransport
 from deepspeed_cad.exchange.placement import take
 from deepspeed_cad.exchange.transport import Transport
 from deepspeed_cad.exchange.waits import Transfers
@@ -54,24 +56,28 @@ class Stream:
         assert event.query()
 
     def record_event(self) -> Event:
-        return Event()
+        event = Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None: ...
 
 
 class Event:
     def __init__(self, enable_timing: bool = False) -> None:
-        self.timed = enable_timing
+        self.timed, self.recorded = enable_timing, False
 
-    def record(self, stream: Stream) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded = True
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Event) -> float:
-        assert self.timed and end.timed
+        assert self.timed and end.timed and self.query() and end.query()
         return 2.0
 
     def query(self) -> bool:
+        assert self.recorded, "one that never was is over at once"
         return True
 
 
@@ -149,6 +155,8 @@ def network(monkeypatch: pytest.MonkeyPatch, calls: CudaCalls) -> Iterator[Netwo
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+    # Symmetric memory looks groups up by name; here all ranks of one are in this process.
+    monkeypatch.setattr(dist.distributed_c10d, "_register_process_group", lambda *_: None)
     # No thread: events here are over before messages are delivered. What is compared, is when a transport closes.
     monkeypatch.setattr(watchdog, "start_daemon", lambda *_: SimpleNamespace(join=lambda timeout: None))
     for room in (landing, landed):
@@ -174,6 +182,13 @@ def landing_transport(
     return LandingTransport(group(rank, ranks), CPU, Alarm(rank, None, timeout_s), near)
 
 
+def collectives(ranks: int) -> list[Collectives]:
+    """Of all ranks, over gloo."""
+    store, device = dist.HashStore(), CPU
+    groups = on_ranks(lambda rank: make_group(store, rank, ranks, device, "own", 60.0), ranks)
+    return [Collectives(one, device, Alarm(rank, None, 300.0)) for rank, one in enumerate(groups)]
+
+
 def run_rounds(transports: list[Transport], network: Network, rounds: int) -> list[int]:
     """Rounds as check_transports.check_transport has them; bytes sent by each rank."""
     ranks = len(transports)
@@ -189,6 +204,8 @@ def run_rounds(transports: list[Transport], network: Network, rounds: int) -> li
                     getattr(one, phase)(*([] if phase == "collect" else [transport]))
             network.deliver()
         assert not sum(int(wrong) for several in both for one in several for wrong in one.wrong)
+        for one in (one for several in both for one in several):
+            assert ["the dispatch" in str(x.parcel.identity) for x in (one.out, one.back)] == [True, False]
     return [transport.bytes_sent for transport in transports]
 
 
@@ -211,9 +228,12 @@ def test_whole_exchanges_of_all_ranks(near: list[int], network: Network) -> None
         assert transport.strangers.messages.out.calls.left and transport.strangers.messages.back.calls.left
         assert not transport.landing_bytes
     plain = [landing_transport(rank, ranks) for rank in range(ranks)]
-    packed = [NcclTransport(group(rank, ranks), CPU, Alarm(rank, None, 300.0)) for rank in range(ranks)]
-    for others in plain, packed:
+    messages = [NcclTransport(group(rank, ranks), CPU, Alarm(rank, None, 300.0)) for rank in range(ranks)]
+    by_torch = collectives(ranks)
+    for others in plain, messages, by_torch:
         assert run_rounds(others, network, 3) == sent, "the same bytes, whatever carries them"
+        for transport in others:
+            transport.close()
     waves = [one.most_waves for one in (plain[0], transports[0], NcclTransport, GroupTransport)]
     assert waves == [1, 8, 8, 1], "copies inside a host take less time than starting more of them"
 
@@ -226,10 +246,10 @@ def test_what_is_read_stays_where_an_error_falls(
     transport = landing_transport(1, 3, near=[0, 0, 2])
     one = Round(make_schedules(3, 1, 300), 1, 0, 0, CPU)
     homes, copies, messages = one.homes[1], transport._out.stream, transport.strangers.messages.out.stream
-    packed: list[torch.Tensor] = []
+    taken: list[torch.Tensor] = []
     gc.collect()  # what other tests left
     network.asked.clear()
-    monkeypatch.setattr(nccl, "take", lambda *given: packed.append(take(*given)) or packed[-1])
+    monkeypatch.setattr(nccl, "take", lambda *given: taken.append(take(*given)) or taken[-1])
     if fails:
         monkeypatch.setattr(transport.strangers.messages.out, "_queue", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -239,10 +259,10 @@ def test_what_is_read_stays_where_an_error_falls(
         assert not network.asked
     del one, transport
     gc.collect()
-    for x in (*homes, *packed):
+    for x in (*homes, *taken):
         if x.numel():
             assert {copies, messages} == set(network.asked[x.data_ptr()])
-    assert sum(x.numel() for x in packed) > 0
+    assert sum(x.numel() for x in taken) > 0
 
 
 def test_memory_is_as_large_on_all_hosts(network: Network) -> None:
@@ -279,14 +299,14 @@ def test_memory_goes_back_behind_what_reads_it(network: Network, monkeypatch: py
     """To the allocator of the stream that made it, which may give it to its next tensor at once."""
     transport, near = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0)), landing_transport(0, 2)
     reader, producer = (mock.Mock(cuda_stream=0) for _ in range(2))
-    done, packed, identity = mock.Mock(), [torch.ones(1)], Identity(0, 0)
-    parcel = nccl.Parcel(identity, packed, [torch.zeros(1)], producer, transport.messages.out.stream, done)
+    done, sent, identity = mock.Mock(), [torch.ones(1)], Identity(0, 0)
+    parcel = nccl.Parcel(identity, sent, [torch.zeros(1)], producer, transport.messages.out.stream, done)
     pushed, waits = landed._Pushed(near._out, identity, [done], [], producer, []), mock.Mock()
     monkeypatch.setattr(transport._watchdog, "wait_for", waits)
     for current, behind in (reader, [done, reader.record_event.return_value, done]), (producer, [done, done]):
         producer.reset_mock()
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
-        assert len(transport._receive(parcel)) == (current is reader) and not packed
+        assert len(transport._receive(parcel)) == (current is reader) and not sent
         transport._release(parcel)
         near._wait([], pushed)
         assert producer.wait_event.mock_calls == [mock.call(one) for one in behind]
@@ -294,6 +314,78 @@ def test_memory_goes_back_behind_what_reads_it(network: Network, monkeypatch: py
     transport.alarm.liveness.losses = mock.Mock()
     transport._receive(parcel)
     assert waits.call_args.args[0]() is done.query.return_value and waits.call_args.args[1] is identity
+
+
+@pytest.mark.parametrize("over, stands", [(0, False), (1, True), (2, True), (3, False)])
+def test_a_collective_that_does_not_end_is_named_and_aborted(
+    over: int, stands: bool, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that has not come so far waits for nobody; then it waits for numbers, and for rows."""
+    aborted, recorded = list[object](), list[Event]()
+    monkeypatch.setattr(packed, "abort", lambda *given: aborted.append(given))
+    transports = collectives(2)
+    rounds = [Round(make_schedules(2, 1, 300), rank, 0, 0, CPU) for rank in range(2)]
+    for one, transport in zip(rounds, transports, strict=True):
+        one.start(transport)
+    monkeypatch.setattr(Event, "record", lambda event, stream: recorded.append(event))
+    monkeypatch.setattr(Event, "query", lambda event: recorded.index(event) < over)
+    rounds[0].out.wait()
+    dog, alarm = transports[0]._watchdog, transports[0].alarm
+    for now in 0.0, 1000.0:
+        dog._pop()
+        dog._look(now)
+    wait(dog._freeing)
+    assert alarm.sounded == stands and aborted == [(transports[0].group, CPU)] * stands
+    if stands:
+        with pytest.raises(CADPeerError, match="rank 0 waited for core-attention exchange 1: the dispatch"):
+            rounds[0].start(transports[0])
+        with pytest.raises(CADPeerError, match="rank 0 waited for core-attention exchange 1: the dispatch"):
+            transports[0]._receive(rounds[0].out.parcel)
+
+
+def test_collectives_of_different_exchanges_are_told_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    transports, plans = collectives(3), make_schedules(3, 1, 300)
+    rounds = [Round(plans, rank, 0, 0, CPU) for rank in range(3)]
+    for one, transport in zip(rounds, transports, strict=True):
+        one.moment = Moment(turn=one.rank // 2)
+        one.start(transport)
+    for one, transport in zip(rounds, transports, strict=True):
+        one.out.wait()
+        with pytest.raises(CADPeerError, match="ranks 0, 1 are in the .* of micro-batch 0.*; rank 2 is in .* 1, layer"):
+            transport.close()
+    monkeypatch.setattr(dist, "all_to_all_single", mock.Mock(side_effect=RuntimeError("Broken pipe")))
+    with pytest.raises(CADPeerError, match="waited for core-attention exchange 1: the dispatch.*Broken pipe"):
+        rounds[0].start(collectives(1)[0])
+    with pytest.raises(CADError, match="cannot be given up on GPUs"):
+        transports[0].abandon()
+
+
+def test_what_a_group_does_beside_exchanges_is_watched(network: Network) -> None:
+    """Its own collectives, as where a layer hands state on."""
+    transport, ended = landing_transport(0, 2), mock.Mock()
+    transport.group._get_backend = ended  # type: ignore[attr-defined]
+    with transport.watched("a hand-over"):
+        assert transport._watchdog._host[0] == "a hand-over"
+    (one,) = transport._watchdog._waits
+    assert one.before.query() and one.after.query() and one.before is not one.after and one.label == "a hand-over"
+    transport._watchdog.end_messages()
+    assert ended.mock_calls == [mock.call(CPU), mock.call().abort()]
+    with pytest.raises(CADPeerError, match="rank 0 waited for a hand-over: .*broken"), transport.watched("a hand-over"):
+        raise RuntimeError("broken")
+    transport.alarm.time_out("exchange 1")
+    with pytest.raises(CADPeerError, match="rank 0 waited for exchange 1"), transport.watched("a hand-over"):
+        pytest.fail("begun after an alarm")
+
+
+def test_a_transport_that_gave_up_does_not_wait_for_its_gpu(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", waited := mock.Mock())
+    for sounded in False, True:
+        transport = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0))
+        if sounded:
+            transport.alarm.time_out("exchange 1")
+        transport.close()
+        assert transport.messages.out.calls.left
+    waited.assert_called_once_with(CPU)
 
 
 def test_giving_up_ends_copies_and_messages(network: Network) -> None:
