@@ -28,7 +28,7 @@ from test_roll_call import on_ranks
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landed, landing, nccl, packed
 from deepspeed_cad.exchange.failure import watchdog
-from deepspeed_cad.exchange.failure.identity import Identity, Moment
+from deepspeed_cad.exchange.failure.identity import Identity
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.group import OwnGroup, PeerGroup, make_group
 from deepspeed_cad.exchange.landed import LandingTransport
@@ -182,11 +182,11 @@ def landing_transport(
     return LandingTransport(group(rank, ranks), CPU, Alarm(rank, None, timeout_s), near)
 
 
-def collectives(ranks: int) -> list[Collectives]:
-    """Of all ranks, over gloo."""
-    store, device = dist.HashStore(), CPU
-    groups = on_ranks(lambda rank: make_group(store, rank, ranks, device, "own", 60.0), ranks)
-    return [Collectives(one, device, Alarm(rank, None, 300.0)) for rank, one in enumerate(groups)]
+def collectives(ranks: int, kind: type[GroupTransport] = Collectives, timeout_s: float = 300.0) -> list[GroupTransport]:
+    """Transports of all ranks, over gloo."""
+    store, alarms = dist.HashStore(), [Alarm(rank, None, timeout_s) for rank in range(ranks)]
+    groups = on_ranks(lambda rank: make_group(store, rank, ranks, CPU, "own", 60.0), ranks)
+    return [kind(one, CPU, alarm) for one, alarm in zip(groups, alarms, strict=True)]
 
 
 def run_rounds(transports: list[Transport], network: Network, rounds: int) -> list[int]:
@@ -336,28 +336,14 @@ def test_a_collective_that_does_not_end_is_named_and_aborted(
         dog._look(now)
     wait(dog._freeing)
     assert alarm.sounded == stands and aborted == [(transports[0].group, CPU)] * stands
-    if stands:
+    for again in (rounds[0].start, lambda one: one._receive(rounds[0].out.parcel)) if stands else ():
         with pytest.raises(CADPeerError, match="rank 0 waited for core-attention exchange 1: the dispatch"):
-            rounds[0].start(transports[0])
-        with pytest.raises(CADPeerError, match="rank 0 waited for core-attention exchange 1: the dispatch"):
-            transports[0]._receive(rounds[0].out.parcel)
-
-
-def test_collectives_of_different_exchanges_are_told_apart(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    transports, plans = collectives(3), make_schedules(3, 1, 300)
-    rounds = [Round(plans, rank, 0, 0, CPU) for rank in range(3)]
-    for one, transport in zip(rounds, transports, strict=True):
-        one.moment = Moment(turn=one.rank // 2)
-        one.start(transport)
-    for one, transport in zip(rounds, transports, strict=True):
-        one.out.wait()
-        with pytest.raises(CADPeerError, match="ranks 0, 1 are in the .* of micro-batch 0.*; rank 2 is in .* 1, layer"):
-            transport.close()
+            again(transports[0])
     monkeypatch.setattr(dist, "all_to_all_single", mock.Mock(side_effect=RuntimeError("Broken pipe")))
-    with pytest.raises(CADPeerError, match="waited for core-attention exchange 1: the dispatch.*Broken pipe"):
-        rounds[0].start(collectives(1)[0])
+    with pytest.raises(CADPeerError, match="rank 1 waited for core-attention exchange 2: the dispatch.*Broken pipe"):
+        rounds[1].start(transports[1])
     with pytest.raises(CADError, match="cannot be given up on GPUs"):
-        transports[0].abandon()
+        transports[1].abandon()
 
 
 def test_what_a_group_does_beside_exchanges_is_watched(network: Network) -> None:
@@ -377,23 +363,16 @@ def test_what_a_group_does_beside_exchanges_is_watched(network: Network) -> None
         pytest.fail("begun after an alarm")
 
 
-def test_a_transport_that_gave_up_does_not_wait_for_its_gpu(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", waited := mock.Mock())
-    for sounded in False, True:
-        transport = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0))
-        if sounded:
-            transport.alarm.time_out("exchange 1")
-        transport.close()
-        assert transport.messages.out.calls.left
-    waited.assert_called_once_with(CPU)
-
-
-def test_giving_up_ends_copies_and_messages(network: Network) -> None:
+def test_giving_up_ends_copies_and_messages(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     transports = [landing_transport(rank, 3, near=[0, 0, 2], timeout_s=0.1) for rank in range(3)]
     plans = make_schedules(3, 1, 300)
     with torch.inference_mode():  # memory that grew in an evaluation
         for rank, transport in enumerate(transports):
             Round(plans, rank, 0, 0, CPU).start(transport)
+    messages = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0))
+    messages.alarm.time_out("exchange 1")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("waits for a GPU that may stand"))
+    messages.close()
     transports[1].alarm.time_out("exchange 1")
     transports[1]._give_up()
     assert transports[1].strangers.messages.out.calls.left and transports[1].strangers.messages.back.calls.left

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from check_transports import make_schedules
-from test_exchange_mixed import CPU, Network, calls, group, landing_transport, network  # noqa: F401
+from check_transports import Round, make_schedules
+from test_exchange_mixed import CPU, Network, calls, collectives, group, landing_transport, network  # noqa: F401
+from test_roll_call import on_ranks
 
 from deepspeed_cad.errors import CADPeerError
 from deepspeed_cad.exchange.failure import identity as comparison
 from deepspeed_cad.exchange.failure.identity import RING, Moment, Register, compare, describe
 from deepspeed_cad.exchange.failure.watchdog import Alarm
 from deepspeed_cad.exchange.nccl import NcclTransport
+from deepspeed_cad.exchange.packed import ComparedFirst
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import QUERY, Schedule
 
@@ -74,11 +76,12 @@ class Exchanges:
     def __init__(self, kind: str, near: list[int], network: Network) -> None:  # noqa: F811
         ranks = range(len(near))
         self.network, self.plans = network, make_schedules(len(near), 1, 300)
+        self.transports: list[Any] = collectives(len(near)) if kind == "c10d" else []
         if kind == "nccl":
             self.transports = [NcclTransport(group(rank, len(near)), CPU, Alarm(rank, None, 300.0)) for rank in ranks]
-        else:
+        elif kind != "c10d":
             own = near if kind == "mixed" else None
-            self.transports = [landing_transport(rank, len(near), own) for rank in ranks]  # type: ignore[misc]
+            self.transports = [landing_transport(rank, len(near), own) for rank in ranks]
 
     def run(self, moments: list[Moment]) -> None:
         """One exchange out and back, for each rank at its moment."""
@@ -95,7 +98,7 @@ class Exchanges:
             one.wait()
 
 
-KINDS = [("nvlink", [0, 0, 0]), ("mixed", [0, 0, 2]), ("mixed", [0, 1, 2]), ("nccl", [0, 1, 2])]
+KINDS = [("nvlink", [0, 0, 0]), ("mixed", [0, 0, 2]), ("mixed", [0, 1, 2]), ("nccl", [0, 1, 2]), ("c10d", [0, 0, 0])]
 
 
 @pytest.mark.parametrize(("kind", "near"), KINDS)
@@ -122,3 +125,32 @@ def test_a_rank_at_another_moment_is_found_by_every_rank(kind: str, near: Any, n
         assert "the dispatch in the forward of micro-batch 18, layer 0" in str(error.value)
         with pytest.raises(CADPeerError, match="stopped: ranks meet in different exchanges"):
             transport.dispatch(exchanges.plans[0], [], 0, early)
+
+
+@pytest.mark.parametrize("same_sizes", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_on_cpus_numbers_are_compared_before_rows_move(same_sizes: bool, waits: bool, network: Network) -> None:  # noqa: F811
+    """Rank 1 leaves an exchange out, or its return; sizes that differ would end a process."""
+    transports, plans = collectives(3, ComparedFirst, 30.0), make_schedules(3, 1, 300)
+
+    def play(rank: int) -> None:
+        one = Round(plans, rank, 0, 0, CPU)
+        for turn in range(20):
+            one.moment = Moment(turn)
+            one.start(transports[rank])  # what nobody waits for on any rank harms nothing
+            one.run(transports[rank])
+        one.moment = Moment(17, 3, backward=True)
+        if rank != 1:
+            one.run(transports[rank])
+        elif not waits:
+            one.start(transports[rank])
+        after = one if same_sizes else Round(make_schedules(3, 2, 300), rank, 0, 0, CPU)
+        after.moment = Moment(18)
+        after.run(transports[rank])
+
+    for rank, error in enumerate(on_ranks(play, 3)):
+        assert isinstance(error, CADPeerError), error
+        assert f"rank {rank} stopped: ranks meet in different exchanges" in str(error)
+        assert "rank 1 is in the dispatch in the forward of micro-batch 18, layer 0" in str(error)
+        way = "dispatch" if waits else "return"
+        assert f"ranks 0, 2 are in the {way} in the backward of micro-batch 17, layer 3" in str(error)

@@ -177,6 +177,7 @@ def test_joining_ends_in_time_and_what_comes_too_late_is_left(lost: bool) -> Non
     may_join.set()
     while not left:
         time.sleep(0.01)
+    assert type(run_aside("fails", lambda: 1 // 0).exception(60.0)) is ZeroDivisionError
 
 
 @pytest.fixture()

@@ -157,6 +157,7 @@ BY_NCCL = "core attention is exchanged by nccl, because mixed: "
     ([1, 2, 3], {}, None, ""),
     ([1, 1, 2, 2], {"answer_4": [1, 0, 0, 1]}, None, BY_NCCL + UNREACHED),
     ([1, 1, 2, 2], {"answer_5": [1, 1, 0, 1]}, None, f"{BY_NCCL}another rank could not start it"),
+    ([1, 1, 2, 2], {"answer_3": [0, 2, 0, 1]}, None, f"{BY_NCCL}GPU 0 cannot reach the memory of GPU 2"),
 ])  # fmt: skip
 def test_what_several_hosts_use(
     hosts: list[int], answers: dict[str, list[int]], near: list[int] | None, warning: str,
@@ -250,3 +251,26 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
         group.forget()
     with pytest.raises(RuntimeError):
         c10d._resolve_process_group(one.handle)
+
+
+def test_all_ranks_beside_servers_map_each_others_memory() -> None:
+    """By the name of their group; where servers may change, through a store that waits for those who came later."""
+    own, alarm = OwnGroup(1, 3, "of trainers and servers", dist.HashStore(), mock.Mock()), Alarm(1, None, 9.0)
+    plain = peers.find_peers(own, alarm, None)
+    assert (plain.members.tolist(), plain.place, plain.handle, plain.registered) == ([0, 1, 2], 1, own.name, None)
+    plain.forget()
+    near = peers.find_peers(own, alarm, [4, 7, 7])
+    assert (near.members.tolist(), near.place) == ([1, 2], 0)
+    alarm.liveness.losses = mock.Mock()
+    changing = peers.find_peers(own, alarm, None)
+    assert (changing.members.tolist(), changing.place) == ([0, 1, 2], 1)
+    found = dist.distributed_c10d._resolve_process_group(changing.handle)
+    assert (found.rank(), found.size()) == (1, 3) and found is changing.registered[0] is not None
+    changing.registered[1].set("WHAT/7/1", "mine")
+    assert own.store.get("symmetric memory/WHAT/place 0/1") == b"mine"
+    changing.registered[1].set("any", "other")
+    assert own.store.get("symmetric memory/any") == b"other"
+    for group in (near, changing):
+        group.forget()
+        with pytest.raises(RuntimeError):
+            dist.distributed_c10d._resolve_process_group(group.handle)

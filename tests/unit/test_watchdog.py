@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed_cad import threads as daemons
@@ -251,3 +252,11 @@ def test_what_the_driver_says_of_an_event_and_of_a_thread(monkeypatch: pytest.Mo
     for index in (0, 1):
         daemons._enter_context(SimpleNamespace(index=index))
     assert calls == ["retain 0", "enter", "retain 1"], "a call that failed leaves the thread as it is"
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device.index}"))
+    for kind in None, "cpu", "cuda":
+        device: Any = kind and SimpleNamespace(type=kind, index=1)
+        daemons.start_daemon("asks", lambda: calls.append("asks"), device).join()
+    assert calls[3:] == ["asks", "asks", "set 1", "retain 1", "asks"], "else a thread is on GPU 0"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    daemons._enter_context(SimpleNamespace(index=0))
+    assert daemons.is_over(events[3]) == "never recorded" and len(calls) == 8, "GPUs of AMD are torch's"
