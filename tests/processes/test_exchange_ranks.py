@@ -1,6 +1,5 @@
 """Exchanges of real ranks: transfers that correct links, the job's store and its hosts, and who exchanges with whom."""
 
-import os
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ from deepspeed_cad.exchange.group import numbers_of
 from deepspeed_cad.exchange.links import Links
 from deepspeed_cad.exchange.waits import Transfers
 from deepspeed_cad.groups import open_groups
+from deepspeed_cad.server.meeting import Members
 from deepspeed_cad.shares import Replica
 
 CPU = torch.device("cpu")
@@ -47,40 +47,26 @@ def test_transfers_correct_the_links_of_all_ranks(workers: WorkerPool) -> None:
     assert (source, now) == second == ("measured, corrected", now) and 0 < now.inside < 1e12, "small ones are slow"
 
 
-def _with_a_launcher_of_its_own(rank: int, world: int) -> list[int]:
-    """As on two hosts, of which one has three ranks that do not follow each other."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1" if rank == 1 else "3"
-    with mock.patch("deepspeed_cad.exchange.probe.host_number", lambda: 5 if rank == 1 else 9):
-        return _train(rank, 1, {"recompute_attention": True}).plans.crew.hosts.tolist()
-
-
-def test_ranks_whose_launchers_count_differently_plan_alike(workers: WorkerPool) -> None:
-    assert workers.run(_with_a_launcher_of_its_own, 4) == [[9, 5, 9, 9]] * 4
-
-
-def _open(rank: int, world: int, shares: int) -> dict[str, Any]:
-    """What a rank has opened where so many divide heads, and which of it is left once it is closed."""
+def _open(rank: int, world: int, shares: int) -> tuple[Any, ...]:
+    """What a rank has opened where so many divide heads, and how much of it is left once it is closed."""
     first, torchs = rank // shares * shares, dist.distributed_c10d._world.pg_map
     before = set(torchs)
     opened = open_groups(CADConfig(timeout_s=50.0), CPU, Replica((*range(first, first + shares),)), rank, world)
     asked, board = list[int](), opened.liveness
-    agree = opened.agree(lambda value: asked.append(value) or numbers_of(opened.cpu, board, value))
-    facts = {"agreed": agree(10 + rank), "asked": asked, "watched": board.watched, "beside": board.beside}
-    facts["limits"] = {one._get_backend(CPU).options._timeout for one in set(torchs) - before}
-    facts["over"] = [one and dist.get_process_group_ranks(one) for one in (opened.cpu, opened.exchange, opened.share)]
-    facts |= {"hosts": len(opened.hosts), "trainers": opened.servers.members.trainers}
+    agreed = opened.agree(lambda value: asked.append(value) or numbers_of(opened.cpu, board, value))(10 + rank)
+    limits = {one._get_backend(CPU).options._timeout for one in set(torchs) - before}
+    over = [one and dist.get_process_group_ranks(one) for one in (opened.cpu, opened.exchange, opened.share)]
     opened.close()
-    return facts | {"left": len(set(torchs) - before)}
+    left = len(set(torchs) - before)
+    return agreed, asked, over, board.watched, board.beside, limits, len(opened.hosts), opened.servers.members, left
 
 
 @pytest.mark.parametrize("shares", [1, 2, 4])
 def test_ranks_with_one_share_of_heads_are_a_group(workers: WorkerPool, shares: int) -> None:
     """They ask each other alone where heads are divided, after all have compared configurations."""
-    for rank, found in enumerate(workers.run(_open, 4, shares)):
+    for rank, (agreed, asked, over, watched, beside, *rest) in enumerate(workers.run(_open, 4, shares)):
         group = [*range(rank % shares, 4, shares)]
-        over = [[0, 1, 2, 3], group if shares < 4 else None, group if shares == 2 else None]
-        assert found == {
-            "agreed": [10 + one for one in group], "asked": [10 + rank if shares == 1 else 0], "watched": group,
-            "beside": [one for one in range(4) if one not in group], "limits": {timedelta(seconds=50)}, "over": over,
-            "hosts": len(group), "trainers": len(group), "left": 0,
-        }  # fmt: skip
+        assert (agreed, asked) == ([10 + one for one in group], [10 + rank if shares == 1 else 0])
+        assert over == [[0, 1, 2, 3], group if shares < 4 else None, group if shares == 2 else None]
+        assert watched == group and sorted(watched + beside) == [0, 1, 2, 3]
+        assert rest == [{timedelta(seconds=50)}, len(group), Members(0, len(group), ()), 0]

@@ -6,6 +6,7 @@ document alone.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -61,13 +62,10 @@ def _train(
     family: Family | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     mesh = init_device_mesh("cpu", (world // shares, shares), mesh_dim_names=("dp", "tp"))
-    reference, model = (
-        training.tiny_llama(num_key_value_heads=kv_heads)
-        if family is None
-        else tiny_model(family.kind, **family.changes)
-        for _ in range(2)
-    )
-    near = 1e-10 if family is None else family.tolerance
+    make, near = partial(training.tiny_llama, num_key_value_heads=kv_heads), 1e-10
+    if family is not None:
+        make, near = partial(tiny_model, family.kind, **family.changes), family.tolerance
+    reference, model = make(), make()
     _divide(model, mesh["tp"], kv_heads)
     deepspeed_cad.apply(model, BLOCK | block, mesh=mesh)
     training.checkpointed(model, checkpoint).train()

@@ -145,12 +145,14 @@ def test_memory_is_mapped_beside_ranks_that_came_later() -> None:
         _gather(MemoryStore(dist.HashStore(), Side(timeout_s=0.2).alarm), 3, 0)
 
 
-@pytest.mark.parametrize("what", ["a meeting", "memory"])
+@pytest.mark.parametrize("what", ["a meeting", "memory", "a rank's word"])
 def test_nobody_waits_for_a_lost_server_to_make_memory(what: str) -> None:
     side = Side(timeout_s=300.0)
     threading.Timer(0.1, lambda: setattr(side.losses, "reason", "server 1 ended")).start()
     with pytest.raises(ServerLostError, match="server 1"):
         if what == "memory":
             _gather(MemoryStore(dist.HashStore(), side.alarm), 3, 0)
+        elif what == "a rank's word":
+            MemoryStore(dist.HashStore(), side.alarm).get("CUDASymmetricMemory/3/1")
         else:
             RollCall(dist.HashStore(), 2, side.alarm).call("making it")

@@ -145,14 +145,7 @@ def test_local_batches_hide_both_ways(local_first: bool) -> None:
     forward = log[:]
     log.clear()
     ranks.backward(outputs)
-    names = [
-        "dispatch",
-        *(["local", "wait"] if local_first else ["wait", "local"]),
-        "served",
-        "return",
-        "local",
-        "wait",
-    ]
+    names = ["dispatch", *("local wait" if local_first else "wait local").split(), "served", "return", "local", "wait"]
     assert spans == [(name, 0, "layer on rank 0", way, False) for way in (False, True) for name in names]
     start, end, idle = ["dispatch"] * 2, ["wait back"] * 2, ["wait out", "served", "give_back"]
     begin = ["local", "wait out"] if local_first else ["wait out", "local"]

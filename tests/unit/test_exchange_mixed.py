@@ -19,11 +19,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import test_streams
 import torch
 import torch.distributed as dist
 from check_transports import LANES, Round, make_schedules
 from test_exchange_tables import calls  # noqa: F401
 from test_roll_call import on_ranks
+from test_streams import Stream
 
 from deepspeed_cad.errors import CADError, CADPeerError
 from deepspeed_cad.exchange import landed, landing, nccl, packed
@@ -47,38 +49,9 @@ def at_address(address: int, width: int) -> Any:
     return SimpleNamespace(data_ptr=lambda: address, shape=(0, width), element_size=lambda: 1)
 
 
-class Stream:
-    cuda_stream = 0
-
-    def wait_stream(self, other: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None:
-        assert event.query()
-
-    def record_event(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None: ...
-
-
-class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.timed, self.recorded = enable_timing, False
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.recorded = True
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: Event) -> float:
-        assert self.timed and end.timed and self.query() and end.query()
-        return 2.0
-
-    def query(self) -> bool:
-        assert self.recorded, "one that never was is over at once"
-        return True
+class Event(test_streams.Event):
+    def elapsed_time(self, other: test_streams.Event) -> float:
+        return 2.0 + super().elapsed_time(other)
 
 
 class Network:
@@ -90,6 +63,7 @@ class Network:
         self.memory: dict[tuple[object, int], list[torch.Tensor]] = {}
         self.made: dict[tuple[object, int], int] = defaultdict(int)
         self.delivered = 0
+        self.joined: list[Messages] = []
         self.asked: dict[int, list[object]] = defaultdict(list)
         """Streams that the allocator was told of, by address."""
 
@@ -109,6 +83,9 @@ class Messages:
     network: Network
     rank: int
     left: bool = False
+
+    def __post_init__(self) -> None:
+        self.network.joined.append(self)
 
     def exchange(self, stream: int, table: Table) -> None:
         assert table.dtype == np.int64 and table.flags.c_contiguous and not self.left
@@ -298,7 +275,7 @@ def test_a_group_that_is_given_up_is_left(kind: str, network: Network, monkeypat
 def test_memory_goes_back_behind_what_reads_it(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the allocator of the stream that made it, which may give it to its next tensor at once."""
     transport, near = NcclTransport(group(0, 2), CPU, Alarm(0, None, 9.0)), landing_transport(0, 2)
-    reader, producer = (mock.Mock(cuda_stream=0) for _ in range(2))
+    reader, producer = (mock.Mock(cuda_stream=0, clock={}) for _ in range(2))
     done, sent, identity = mock.Mock(), [torch.ones(1)], Identity(0, 0)
     parcel = nccl.Parcel(identity, sent, [torch.zeros(1)], producer, transport.messages.out.stream, done)
     pushed, waits = landed._Pushed(near._out, identity, [done], [], producer, []), mock.Mock()
@@ -339,28 +316,6 @@ def test_a_collective_that_does_not_end_is_named_and_aborted(
     for again in (rounds[0].start, lambda one: one._receive(rounds[0].out.parcel)) if stands else ():
         with pytest.raises(CADPeerError, match="rank 0 waited for core-attention exchange 1: the dispatch"):
             again(transports[0])
-    monkeypatch.setattr(dist, "all_to_all_single", mock.Mock(side_effect=RuntimeError("Broken pipe")))
-    with pytest.raises(CADPeerError, match="rank 1 waited for core-attention exchange 2: the dispatch.*Broken pipe"):
-        rounds[1].start(transports[1])
-    with pytest.raises(CADError, match="cannot be given up on GPUs"):
-        transports[1].abandon()
-
-
-def test_what_a_group_does_beside_exchanges_is_watched(network: Network) -> None:
-    """Its own collectives, as where a layer hands state on."""
-    transport, ended = landing_transport(0, 2), mock.Mock()
-    transport.group._get_backend = ended  # type: ignore[attr-defined]
-    with transport.watched("a hand-over"):
-        assert transport._watchdog._host[0] == "a hand-over"
-    (one,) = transport._watchdog._waits
-    assert one.before.query() and one.after.query() and one.before is not one.after and one.label == "a hand-over"
-    transport._watchdog.end_messages()
-    assert ended.mock_calls == [mock.call(CPU), mock.call().abort()]
-    with pytest.raises(CADPeerError, match="rank 0 waited for a hand-over: .*broken"), transport.watched("a hand-over"):
-        raise RuntimeError("broken")
-    transport.alarm.time_out("exchange 1")
-    with pytest.raises(CADPeerError, match="rank 0 waited for exchange 1"), transport.watched("a hand-over"):
-        pytest.fail("begun after an alarm")
 
 
 def test_giving_up_ends_copies_and_messages(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,26 +328,27 @@ def test_giving_up_ends_copies_and_messages(network: Network, monkeypatch: pytes
     messages.alarm.time_out("exchange 1")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("waits for a GPU that may stand"))
     messages.close()
-    transports[1].alarm.time_out("exchange 1")
-    transports[1]._give_up()
-    assert transports[1].strangers.messages.out.calls.left and transports[1].strangers.messages.back.calls.left
-    assert (transports[1]._lanes.out(0, 0).areas[0].buffer.tensor == 255).all()
-    transports[1].calls.wait(0, transports[1]._out.own_flags, transports[1]._pushed)  # which fails where it would last
+    transport, dog = transports[1], transports[1]._watchdog
+    transport.group._get_backend = ended = mock.Mock()
+    with transport.watched("a collective"):
+        assert dog._host[0] == "a collective" and not dog.end_messages()
+    assert dog._waits[-1].before.query() and dog._waits[-1].after.query() and dog._waits[-1].label == "a collective"
+    assert ended.mock_calls == [mock.call(CPU), mock.call().abort()]
+    transport.alarm.time_out("exchange 1")
+    with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1"), transport.watched("a collective"):
+        pytest.fail("begun after an alarm")
+    transport._give_up()
+    assert transport.strangers.messages.out.calls.left and transport.strangers.messages.back.calls.left
+    assert (transport._lanes.out(0, 0).areas[0].buffer.tensor == 255).all()
+    transport.calls.wait(0, transport._out.own_flags, transport._pushed)  # which fails where it would last
     with pytest.raises(CADPeerError, match="rank 1 waited for exchange 1: no sign of it within 0.1 s"):
-        Round(plans, 1, 0, 0, CPU).start(transports[1])
+        Round(plans, 1, 0, 0, CPU).start(transport)
 
 
 def test_what_cannot_start_leaves_the_communicator(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Messages] = []
-
-    def join(group: SimpleNamespace, device: torch.device, alarm: Alarm) -> Messages:
-        made.append(Messages(network, group.rank))
-        return made[-1]
-
-    monkeypatch.setattr(nccl, "join_ranks", join)
     monkeypatch.setattr(landed, "make_buffers", mock.Mock(side_effect=RuntimeError("no symmetric memory")))
     with pytest.raises(RuntimeError, match="no symmetric memory"):
         landing_transport(0, 2, near=[0, 0])
-    assert len(made) == 2 and all(one.left for one in made)
+    assert [one.left for one in network.joined] == [True, True]
     with pytest.raises(CADError, match="3 numbers of neighbourhoods for a group of 2 ranks"):
         landing_transport(0, 2, near=[0, 0, 1])

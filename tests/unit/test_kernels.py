@@ -176,20 +176,17 @@ def test_old_flash_attn_is_refused(version: str, monkeypatch: pytest.MonkeyPatch
             assert reason is not None and f"flash-attn {number} is installed" in reason and "2.6.1" in reason
 
 
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_what_is_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = [types.SimpleNamespace(**{name: None}) for name in vars(LIBRARY)]
+    for module, said in *((one, "has not the functions") for one in half), (None, "is not installed"):
+        monkeypatch.setattr(flash, "try_import", lambda name, module=module: (module, "is not installed"))
+        assert said in str(FlashAttention4().refuse_more(need(), (9, 0)))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
     assert TorchVarlen().refuse_more(need(), (9, 0)) is None
     old = mock.Mock(**{"default._schema.arguments": [one for one in arguments if "window" not in one.name]})
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", old)
     assert "is too old" in str(TorchVarlen().refuse_more(need(), (9, 0)))
-
-
-def test_a_library_without_what_is_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = [types.SimpleNamespace(**{name: None}) for name in vars(LIBRARY)]
-    for module, said in *((one, "has not the functions") for one in half), (None, "is not installed"):
-        monkeypatch.setattr(flash, "try_import", lambda name, module=module: (module, "is not installed"))
-        assert said in str(FlashAttention4().refuse_more(need(), (9, 0)))
 
 
 @pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention4(), TorchVarlen()], ids=("2", "4", "torch"))

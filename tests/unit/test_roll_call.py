@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from deepspeed_cad.exchange.failure import board, patience, roll_call
 from deepspeed_cad.exchange.failure.board import Liveness
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm
-from deepspeed_cad.exchange.group import PeerGroup
+from deepspeed_cad.exchange.group import OwnGroup, PeerGroup
 from deepspeed_cad.exchange.landing import LandingArea, Lanes, NoRoomError
 from deepspeed_cad.native import NativeCallError
 from deepspeed_cad.threads import run_aside
@@ -136,29 +137,18 @@ def test_areas_grow_together_or_all_keep_what_they_had(gpus: SimpleNamespace, ca
         assert words in said[0]
 
 
-@pytest.fixture()
-def joining(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    store = dist.HashStore()
-    monkeypatch.setattr(nccl, "open_store", lambda group, what: dist.PrefixStore(what, store))
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(nccl, "open_nccl", lambda: 0)
-    monkeypatch.setattr(nccl, "new_unique_id", lambda: b"the id")
-    return monkeypatch
-
-
-def join(rank: int, timeout_s: float = 60.0) -> Any:
-    return nccl.join_ranks(SimpleNamespace(rank=rank), CPU, Alarm(rank, None, timeout_s))  # type: ignore[arg-type]
-
-
-def test_a_rank_without_nccl_is_named_by_all(joining: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_nccl_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> int:
-        if threading.current_thread() is not threading.main_thread() and next(turns):
+        if next(turns):
             raise NativeCallError("no NCCL library")
         return 0
 
-    turns = iter([False, True])
-    joining.setattr(nccl, "open_nccl", missing)
+    def join(rank: int) -> Any:
+        return nccl.join_ranks(OwnGroup(rank, 2, "own", store, mock.Mock()), CPU, Alarm(rank, None, 60.0))
+
+    turns, store = iter([False, True]), dist.HashStore()
+    monkeypatch.setattr(nccl, "open_nccl", missing)
+    monkeypatch.setattr(nccl, "new_unique_id", lambda: b"the id")
     for error in on_ranks(join, 2):
         assert isinstance(error, CADError) and "opening NCCL failed on 1 of 2 ranks" in str(error), error
 

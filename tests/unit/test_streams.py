@@ -34,6 +34,8 @@ CPU = torch.device("cpu")
 class Stream:
     """Counts its own work, and what it knows to be over of every other."""
 
+    cuda_stream = 0
+
     def __init__(self) -> None:
         self.clock: Counter[int] = Counter()
 
@@ -51,6 +53,8 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.clock |= other.clock
 
+    def synchronize(self) -> None: ...
+
     def is_after(self, other: Stream) -> bool:
         return self.clock[id(other)] == other.clock[id(other)]
 
@@ -65,7 +69,10 @@ class Event:
         self.recorded = True
 
     def query(self) -> bool:
+        assert self.recorded, "one that never was is over at once"
         return True
+
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds: one per piece of work of any stream that lies between, or its negative."""
