@@ -22,23 +22,17 @@ from deepspeed_cad.shares import Replica
 CPU = torch.device("cpu")
 
 
-def _train(rank: int, steps: int, block: dict[str, Any]) -> Any:
+@mock.patch("deepspeed_cad.exchange.probe.measure_links", lambda *given: Links(1e12, None))
+def _correct(rank: int, world: int) -> tuple[str, Any]:
     store = dist.distributed_c10d._get_default_store()
     limit = store.timeout
-    model = deepspeed_cad.apply(training.tiny_llama(), {"granularity": 16, "timeout_s": 50.0, **block})
+    model = deepspeed_cad.apply(training.tiny_llama(), {"granularity": 16, "timeout_s": 50.0})
     session = deepspeed_cad.current_session()
-    if not block:  # every transfer counts, however small
-        hosts = session.plans.crew.hosts.tolist()
-        session.transport.transfers = session.learned.links._transfers = Transfers(rank, hosts, 1.0, 1.0)
-    for _ in range(steps):
+    hosts, learned = session.plans.crew.hosts.tolist(), session.learned.links
+    session.transport.transfers = learned._transfers = Transfers(rank, hosts, 1.0, 1.0)  # all count, however small
+    for _ in range(7):
         training.loss_sum(model, training.pack(training.documents([300] if rank else [40, 30], seed=rank))).backward()
     assert store.timeout == limit, "the time-out of the job stays"
-    return session
-
-
-def _correct(rank: int, world: int) -> tuple[str, Any]:
-    with mock.patch("deepspeed_cad.exchange.probe.measure_links", lambda *given: Links(1e12, None)):
-        learned = _train(rank, 7, {}).learned.links
     return learned.links.source, learned.now
 
 
