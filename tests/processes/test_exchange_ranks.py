@@ -24,8 +24,7 @@ CPU = torch.device("cpu")
 
 @mock.patch("deepspeed_cad.exchange.probe.measure_links", lambda *given: Links(1e12, None))
 def _correct(rank: int, world: int) -> tuple[str, Any]:
-    store = dist.distributed_c10d._get_default_store()
-    limit = store.timeout
+    limit = (store := dist.distributed_c10d._get_default_store()).timeout
     model = deepspeed_cad.apply(training.tiny_llama(), {"granularity": 16, "timeout_s": 50.0})
     session = deepspeed_cad.current_session()
     hosts, learned = session.plans.crew.hosts.tolist(), session.learned.links

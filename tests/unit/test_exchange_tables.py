@@ -27,7 +27,9 @@ CPU = torch.device("cpu")
 
 @cache
 def over_a_stand_in_driver() -> CudaCalls:
-    """The C++ transport, compiled once for all files of tests."""
+    """The C++ transport, compiled once for all files of tests, where there is a compiler."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         library, driver = f"{folder}/transport.so", f"{folder}/driver.so"
         flags = "-std=c++17 -O1 -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden".split()
@@ -42,9 +44,6 @@ def over_a_stand_in_driver() -> CudaCalls:
 
 @pytest.fixture
 def calls() -> CudaCalls:
-    """Where there is a compiler."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
     return over_a_stand_in_driver()
 
 

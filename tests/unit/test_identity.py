@@ -29,10 +29,8 @@ def number(moment: Moment = HERE, nano_batch: int = 0, is_return: bool = False, 
 
 
 def test_a_number_can_be_read_and_fits_into_two_words() -> None:
-    said = describe(number(Moment(17, 3, backward=True)))
-    assert said == "the dispatch in the backward of micro-batch 17, layer 3"
-    said = describe(number(Moment(0, 0), 1, True))
-    assert said == "the return in the forward of micro-batch 0, layer 0, nano-batch 1"
+    assert describe(number(Moment(17, 3, True))) == "the dispatch in the backward of micro-batch 17, layer 3"
+    assert describe(number(Moment(0), 1, True)) == "the return in the forward of micro-batch 0, layer 0, nano-batch 1"
     largest = number(Moment((1 << 40) - 1, (1 << 20) - 1, True, 31), 1, True)
     assert 0 < largest < 1 << 62
     assert describe(largest) == "the return in the backward of micro-batch 16383, layer 1023, nano-batch 1, wave 31"

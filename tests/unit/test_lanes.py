@@ -58,8 +58,7 @@ class Gpus:
 
 class Stream:
     def __init__(self, gpus: Gpus) -> None:
-        self.gpus, self.queue, self.cuda_stream = gpus, deque[tuple[Callable[[], bool], Callable[[], None]]](), 0
-        self.cuda_stream = len(gpus.streams)
+        self.queue, self.cuda_stream = deque[tuple[Callable[[], bool], Callable[[], None]]](), len(gpus.streams)
         gpus.streams.append(self)
 
     def add(self, do: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:

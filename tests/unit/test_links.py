@@ -92,9 +92,6 @@ def test_links_are_given_measured_or_unknown(given: Any, deterministic: Any, exp
     assert probe.with_links(opened, CPU, agree, given).links == expected
     asked = [] if given or any(deterministic) else [mock.call("transport", CPU, 0, [1, 1], agree)]
     assert measure.mock_calls == asked
-
-
-def test_links_in_words() -> None:
     assert str(Links(3e11, 2.5e10, "given")) == "links inside a host 300 GB/s, between hosts 25 GB/s (given)"
     assert str(Links(None, None, probe.DETERMINISTIC)) == f"links {probe.DETERMINISTIC}"
 

@@ -1,6 +1,9 @@
 """Which transport a group gets: the same on every rank, named reasons, refusals where one was asked for by name."""
 
 import logging
+import threading
+import time
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -87,7 +90,6 @@ def test_a_host_is_a_name_and_a_start_of_its_system(monkeypatch: pytest.MonkeyPa
 
 
 CLOSED: list[str] = []
-"""The names of transports that were closed or given up."""
 
 
 def made(name: str, *given: object) -> Any:
@@ -218,7 +220,7 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     whole = c10d._get_default_group()
     alone = host_group(whole, [3])
-    assert alone.handle is None and alone.members.tolist() == [0]
+    assert (alone.handle, alone.members.tolist(), alone.place) == (None, [0], 0)
     peer = peers.find_peers(whole, Alarm(0, None, 9.0), None)
     assert peer.handle is whole and (peer.members.tolist(), peer.place) == ([0], 0), "all map each other's memory"
     with pytest.MonkeyPatch.context() as patch:
@@ -242,21 +244,39 @@ def test_a_host_group_is_known_to_torch_until_it_is_forgotten(old_torch: bool, m
 def test_all_ranks_beside_servers_map_each_others_memory() -> None:
     """By the name of their group; where servers may change, through a store that waits for those who come later."""
     own, alarm = OwnGroup(1, 3, "trainers and servers", dist.HashStore(), mock.Mock()), Alarm(1, None, 9.0)
-    plain = peers.find_peers(own, alarm, None)
+    with mock.patch.object(peers, "_show") as show:
+        plain = peers.find_peers(own, alarm, None)
     assert (plain.handle, plain.registered) == (own.name, None)
+    show.assert_called_once_with(own.name, own.processes, own.store, {0: 0, 1: 1, 2: 2})
     near = peers.find_peers(own, alarm, [4, 7, 7])
     alarm.liveness.losses = mock.Mock()
     changing = peers.find_peers(own, alarm, None)
     members = [(one.members.tolist(), one.place) for one in (plain, near, changing)]
-    assert members == [([0, 1, 2], 1), ([1, 2], 0), ([0, 1, 2], 1)]
-    resolve = dist.distributed_c10d._resolve_process_group
-    found = resolve(changing.handle)
+    assert members == [([0, 1, 2], 1), ([1, 2], 0), ([0, 1, 2], 1)] and near.handle.endswith(f"in {own.name}, 1")
+    found = dist.distributed_c10d._resolve_process_group(changing.handle)
     assert (found.rank(), found.size(), found) == (1, 3, changing.registered[0])
-    for key, there in ("WHAT/7/1", "WHAT/place 0/1"), ("any", "any"):
-        changing.registered[1].set(key, "mine")
-        assert own.store.get(f"symmetric memory/{there}") == b"mine"
+    changing.registered[1].set("any", "mine")
+    assert own.store.get("symmetric memory/any") == b"mine"
     for group in plain, near, changing:
         group.forget()
     for name in near.handle, changing.handle:
         with pytest.raises(RuntimeError):
-            resolve(name)
+            dist.distributed_c10d._resolve_process_group(name)
+
+
+def test_a_group_that_is_given_up_is_freed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When others have let go of it: to free it waits for what is under way."""
+    may_go, own = threading.Event(), peers.make_group(dist.HashStore(), 0, 1, CPU, "own", 9.0)
+    assert dist.distributed_c10d._resolve_process_group("own") is own.processes and peers.numbers_of(own, BOARD, 7) == [
+        7
+    ]
+    monkeypatch.setattr(peers, "time", SimpleNamespace(sleep=lambda seconds: may_go.wait(60.0)))
+    freed = weakref.ref(own)
+    own.abandon()
+    del own
+    with pytest.raises(RuntimeError):
+        dist.distributed_c10d._resolve_process_group("own")
+    assert freed() is not None
+    may_go.set()
+    while freed() is not None:
+        time.sleep(0.01)

@@ -254,8 +254,7 @@ def test_what_the_driver_says_of_an_event_and_of_a_thread(monkeypatch: pytest.Mo
     assert calls == ["retain 0", "enter", "retain 1"], "a call that failed leaves the thread as it is"
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device.index}"))
     for kind in None, "cpu", "cuda":
-        device: Any = kind and SimpleNamespace(type=kind, index=1)
-        daemons.start_daemon("asks", lambda: calls.append("asks"), device).join()
+        daemons.start_daemon("asks", lambda: calls.append("asks"), kind and SimpleNamespace(type=kind, index=1)).join()
     assert calls[3:] == ["asks", "asks", "set 1", "retain 1", "asks"], "else a thread is on GPU 0"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     daemons._enter_context(SimpleNamespace(index=0))
