@@ -131,7 +131,7 @@ class Spanning:
         """In the order in which they first ran."""
         self._came: dict[tuple[Hashable, Hashable], Tensor] = {}
 
-    def heads(self, groups: int, size: int = 0, label: str = "") -> list[Wave]:
+    def heads(self, groups: int, size: int, label: str = "") -> list[Wave]:
         """How `groups` head groups are divided. `size`: bytes of a row of one of them; `label` names the layer.
 
         Raises CADError, the same on all ranks, where one group at a time is more than there is memory for."""

@@ -111,7 +111,7 @@ def _rows(
     for layout in step:
         rows = np.stack([layout.tokens.astype(np.float64), *attend(layout)])
         folded = rows.reshape(3, setting.seats // degree, degree)
-        if degree > 1 and (joined or bool((layout.segments.begin > 0).any())):
+        if degree > 1 and (joined or layout.segments.begin.any()):
             folded = folded.sum(2, keepdims=True)
         parts.append(folded.transpose(0, 2, 1) / degree)
     found = np.concatenate(parts, axis=1)

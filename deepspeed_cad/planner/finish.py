@@ -160,7 +160,7 @@ def alternate(other_work: float, linear: Floats, speed: Floats, servers: Bools) 
     `other_work`: attention of the other tick, of all ranks, at speed 1. `linear`: [ranks] linear layers of this tick's
     rows, which run while the other tick is attended. `speed`: [ranks] of attention. `servers`: [ranks] who only serves.
     """
-    slowest = float(linear.max(initial=0.0))
+    slowest = float(linear.max())
     return Alternation(servers, max(float(common_finish(np.array([other_work]), linear, speed)[0]), slowest) - slowest)
 
 

@@ -179,6 +179,10 @@ def test_servers_that_stay_attend_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.micro_batch.calls = Calls(lambda make: SurvivingCall(make, SERVERS))
     layer(*inputs(8)).sum().backward()
     assert len(begun) == 1
+    layer.descriptor.modes, layer.micro_batch._calls = Modes(returns=False), {}
+    layer(*inputs(8))
+    with pytest.raises(CADError, match="a call whose backward is over"):
+        layer.micro_batch._calls[layer, 0].make_setup()
 
 
 def tick_call() -> TickCall:

@@ -1,10 +1,13 @@
 """The question as a JSON file, field by field."""
 
 import logging
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed_cad import profiles
 from deepspeed_cad.cost import PAIRS
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.planner import HeadShape, PlanInput
@@ -34,6 +37,9 @@ def test_every_key_reaches_its_field() -> None:
     assert problem.speed is not None and problem.speed.tolist() == [1.0, 2.5, 0.0]
     assert problem.base_load is not None and problem.base_load.tolist() == [0.0, 3.0, 4.0]
     assert read_question({key: value for key, value in LISTS.items() if key != "kv_heads"}).problem.shape.groups == 8
+    measured = LISTS | {"head_dim": 128, "cost": str(Path(profiles.__file__).parent / "h200_flash_attn_4.json")}
+    alone, linked = (read_question(measured | more).problem.cost for more in ({}, {"links": {"between": 50}}))
+    assert linked == replace(alone, byte_between=2 / 50e9) and alone.byte_inside > 0
 
 
 def test_documents_in_a_stream() -> None:

@@ -44,6 +44,17 @@ def test_one_document_moves_what_ulysses_moves(ranks: int, shape: HeadShape) -> 
     assert out.tolist() == [rows * (qkv + o)] * ranks and back.tolist() == [away * qkv] * ranks
 
 
+@pytest.mark.parametrize(("ranks", "plans", "finest"), [(128, 9, 0.05), (129, 6, 0.2)])
+def test_with_many_ranks_fewer_plans_are_made(
+    ranks: int, plans: int, finest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is to be less even than was asked for."""
+    asked: list[float] = []
+    monkeypatch.setattr(answer, "solve", lambda problem, aim: asked.append(aim.tolerance) or solve(problem, aim))
+    answer.best_start(ask([MILLION], ranks, MILLION // 128))
+    assert (len(asked), min(asked), max(asked)) == (plans, finest * TOLERANCE, TOLERANCE)
+
+
 @pytest.mark.parametrize("between", [1.0, 10.0, 50.0, 400.0])
 def test_over_hosts_only_where_it_pays(between: float, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ask([MILLION], 8, MILLION // 8, hosts=np.arange(8) // 4, cost=with_links(H200, 362.0, between))
