@@ -1,14 +1,18 @@
-"""What importing the package costs and offers."""
+"""What importing the package costs, offers and refuses; the oldest versions of other packages are one table."""
 
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+import training
+from scripts import ROOT
 
+import deepspeed_cad
 from deepspeed_cad import errors, native, session
 from deepspeed_cad.cli.doctor import try_packages
 from deepspeed_cad.config import CADConfig
@@ -17,6 +21,7 @@ from deepspeed_cad.layout import Layout
 from deepspeed_cad.planner import HeadShape, PlanInput, make_plan
 from deepspeed_cad.server import process
 from deepspeed_cad.server.launch import Split
+from deepspeed_cad.version import OLDEST, is_too_old, refuse_old_packages
 
 HEAVY = ("torch", "numpy", "transformers", "deepspeed", "accelerate", "greenlet")
 
@@ -80,3 +85,39 @@ def test_without_the_library_nothing_is_planned_and_the_doctor_says_why(no_libra
         make_plan(problem)
     found = try_packages()[-1]
     assert not found.ok and found.detail == "the library was not built" and "g++" in found.remedy
+
+
+@pytest.mark.parametrize("version, old", [
+    ("4.55.4", True), ("4.9", True), ("3.99.1", True), ("4.57.0", False), ("4.57.0.dev0", False), ("5.0.0rc1", False),
+])  # fmt: skip
+def test_versions_are_compared_by_number(version: str, old: bool, monkeypatch) -> None:
+    monkeypatch.setitem(OLDEST, "transformers", "4.57")
+    assert is_too_old("transformers", version) is old
+
+
+@pytest.mark.parametrize("package", OLDEST)
+def test_an_old_package_is_refused_by_name(package: str, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__="0.1.2"))
+    with pytest.raises(
+        errors.CADUnsupportedError, match=rf"{package} 0\.1\.2 is installed.*needs {OLDEST[package]} or newer"
+    ):
+        refuse_old_packages()
+
+
+def test_an_old_transformers_is_refused_when_cad_is_turned_on(monkeypatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.55.4")
+    with pytest.raises(errors.CADUnsupportedError, match="transformers 4.55.4 is installed"):
+        deepspeed_cad.apply(training.tiny_llama())
+    deepspeed_cad.apply(training.tiny_llama(), {"enabled": False})
+
+
+def test_packaging_and_pages_say_the_same() -> None:
+    declared = dict(re.findall(r'"(\w+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert {package: declared[package] for package in OLDEST} == OLDEST
+    readme = (ROOT / "README.md").read_text().split("## Environment")[1].split("\n## ")[0]
+    stated = {name.lower(): version for name, version in re.findall(r"(\w+) (\d+\.\d+)(?:\+| and newer)", readme)}
+    assert {package: stated[package] for package in OLDEST} == OLDEST
+    models = (ROOT / "docs" / "models.md").read_text()
+    assert re.search(rf"`AttentionMaskInterface`; {re.escape(OLDEST['transformers'])} or\s+newer", models)
+    tried = re.search(r"^TRANSFORMERS \?= ([\d.]+)\.\*", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tried and tried[1] == OLDEST["transformers"]

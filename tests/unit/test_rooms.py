@@ -25,15 +25,11 @@ NEVER: dict[str, tuple[str, ...]] = {
     "kernels": ("torch.distributed", *HOSTS),
     "attention": (*HOSTS, "ahead", "server", "session", "integrations"),
     "feedback": (*HOSTS, "ahead", "attention", "server", "session", "integrations"),
-    "ahead": (*HOSTS, "server", "session", "integrations"),
-    "server": (*HOSTS, "session", "integrations"),
-    "server.launch": ("torch", "numpy"),
-    "session": (*HOSTS, "integrations"),
-    "function": (*HOSTS, "integrations"),
-    "groups": (*HOSTS, "session", "integrations"),
-    "report": (*HOSTS, "torch", *RUNNING),
-    "launch": ("torch",),
-}
+    "ahead": (*HOSTS, "server", "session", "integrations"), "server": (*HOSTS, "session", "integrations"),
+    "session": (*HOSTS, "integrations"), "groups": (*HOSTS, "session", "integrations"),
+    "function": (*HOSTS, "integrations"), "report": (*HOSTS, "torch", *RUNNING),
+    "server.launch": ("torch", "numpy"), "launch": ("torch",),
+}  # fmt: skip
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
     "api", "config", "errors", "function", "version", "notice", "request", "launch.deepspeed_hook", "layout", "session",
