@@ -129,7 +129,6 @@ class ComparedFirst(GroupTransport):
 
     def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> GroupTransfer:
         """Ranks have met when data starts to move, so a transfer lasts from then on."""
-        self.alarm.check()
         group = processes_of(self.group)
         numbers, mine = torch.zeros(group.size(), dtype=torch.int64), torch.tensor([identity.number])
         with Liveness.watch(self.alarm.liveness, str(identity), with_servers=True):
@@ -182,10 +181,9 @@ class Collectives(GroupTransport):
         self._watchdog = Watchdog(alarm, partial(abort, group, device), device, self._comparison)
 
     def _send(self, packed: list[torch.Tensor], counts: Counts, identity: Identity, is_return: bool) -> GroupTransfer:
-        self.alarm.check()
         row = self._comparison.ring[identity.index % RING]
         self._comparison.newest = identity.index
-        mine = torch.full((1,), identity.number, dtype=torch.int64, device=self.device)
+        mine = torch.full((1,), identity.number, device=self.device)
         with Liveness.watch(self.alarm.liveness, str(identity)), self._watchdog.inside(identity):
             numbers = dist.all_gather_into_tensor(row, mine, group=processes_of(self.group), async_op=True)
             under_way = self._move(packed, counts, identity)

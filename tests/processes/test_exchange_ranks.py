@@ -46,7 +46,7 @@ def _open(rank: int, world: int, shares: int) -> tuple[Any, ...]:
     before = set(torchs)
     opened = open_groups(CADConfig(timeout_s=50.0), CPU, Replica((*range(first, first + shares),)), rank, world)
     asked, board = list[int](), opened.liveness
-    agreed = opened.agree(lambda value: asked.append(value) or numbers_of(opened.cpu, board, value))(10 + rank)
+    agreed = opened.agree(lambda value: asked.append(value) or numbers_of(opened.cpu, board, value))(10 + board.rank)
     limits = {one._get_backend(CPU).options._timeout for one in set(torchs) - before}
     over = [one and dist.get_process_group_ranks(one) for one in (opened.cpu, opened.exchange, opened.share)]
     opened.close()

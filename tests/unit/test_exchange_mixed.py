@@ -45,10 +45,6 @@ from deepspeed_cad.schedule.waves import Room
 CPU = torch.device("cpu")
 
 
-def at_address(address: int, width: int) -> Any:
-    return SimpleNamespace(data_ptr=lambda: address, shape=(0, width), element_size=lambda: 1)
-
-
 class Event(test_streams.Event):
     def elapsed_time(self, other: test_streams.Event) -> float:
         return 2.0 + super().elapsed_time(other)
@@ -292,13 +288,15 @@ def test_a_collective_that_hangs_is_named_and_aborted(over: int, stands: bool, n
         one.start(transport)
     monkeypatch.setattr(Event, "record", lambda event, stream: recorded.append(event))
     monkeypatch.setattr(Event, "query", lambda event: recorded.index(event) < over)
+    dog, parcel, waits = transports[0]._watchdog, rounds[0].out.parcel, list[int]()
+    assert all(work.wait() for work in (parcel.numbers, *parcel.data))
+    parcel.numbers, *parcel.data = [SimpleNamespace(wait=lambda: waits.append(len(recorded)))] * 2
     rounds[0].out.wait()
-    dog, alarm = transports[0]._watchdog, transports[0].alarm
     for now in 0.0, 1000.0:
         dog._pop()
         dog._look(now)
     wait(dog._freeing)
-    assert alarm.sounded == stands and aborted == [(transports[0].group, CPU)] * stands
+    assert (dog.alarm.sounded, aborted, waits) == (stands, [(transports[0].group, CPU)] * stands, [1, 2])
     for again in (rounds[0].start, lambda one: one._receive(rounds[0].out.parcel)) if stands else ():
         with pytest.raises(CADPeerError, match="rank 0 waited for core-attention exchange 1: the dispatch"):
             again(transports[0])

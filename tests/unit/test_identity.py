@@ -20,8 +20,7 @@ from deepspeed_cad.exchange.packed import ComparedFirst
 from deepspeed_cad.exchange.transport import Outgoing, Returning
 from deepspeed_cad.schedule import QUERY, Schedule
 
-SCHEDULE = make_schedules(3, 1, 300)[0]
-HERE = Moment(5, 2)
+SCHEDULE, HERE = make_schedules(3, 1, 300)[0], Moment(5, 2)
 
 
 def number(moment: Moment = HERE, nano_batch: int = 0, is_return: bool = False, of: Schedule = SCHEDULE) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from test_exchange_mixed import at_address
 from test_exchange_tables import calls  # noqa: F401
 
 from deepspeed_cad.attention.serve import keys_by_group
@@ -56,7 +56,7 @@ def test_tables_of_an_exchange() -> None:
         [(QUERY, 1 << 45, GROUPS * ROW_BYTES, ROW_BYTES, ROW_BYTES)] * 2, np.array([0, 1 << 46]) + begins
     )
     assert fields[1, 6] == (1 << 46) + 3 * (LONG - 64) * ROW_BYTES
-    far = at_address(1 << 44, ROW_BYTES)
+    far = SimpleNamespace(data_ptr=lambda: 1 << 44, shape=(0, ROW_BYTES), element_size=lambda: 1)
     sizes = list_messages([(np.array([[1, 2 * LONG, LONG]]), np.zeros((0, 3), int))], [far], [far])
     assert sizes.tolist() == [[1, 1, (1 << 44) + 2 * LONG * ROW_BYTES, LONG * ROW_BYTES]]
 
@@ -97,7 +97,7 @@ def test_rows_are_packed_and_placed_beyond_2_to_the_31() -> None:
 
 
 def test_batches_end_where_kernels_can_count_no_further() -> None:
-    tasks = [(0, 0, LONG, 0, GROUPS, 0), (1, 0, 7, 0, GROUPS, 0), (2, 0, LONG, 0, GROUPS, 0), (3, 0, 8, 0, GROUPS, 1)]
-    assert batches([[LONG, 7, LONG], [8]], tasks) == [
-        (0, [0, LONG, LONG + 7], 0, [0, LONG, LONG + 7]), (LONG + 7, [0, LONG], LONG + 7, [0, LONG]),
-    ]  # fmt: skip
+    rows = [LONG, 7, LONG, 9]
+    tasks = [*((number, 0, count, 0, GROUPS, 0) for number, count in enumerate(rows)), (4, 0, 8, 0, GROUPS, 1)]
+    first, second = [0, LONG, LONG + 7], [0, LONG, LONG + 9]
+    assert batches([rows, [8]], tasks) == [(0, first, 0, first), (LONG + 7, second, LONG + 7, second)]

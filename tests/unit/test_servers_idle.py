@@ -101,14 +101,15 @@ class Event:
         self.at, self.query, self.elapsed_time = at, lambda: at <= Event.now, lambda later: later.at - at
 
 
-@pytest.mark.parametrize("calls, now, seconds", [
-    ([(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), ([(0, 10), (20, 30)], 15, 0.010), ([], 1e9, 0.0),
+@pytest.mark.parametrize("kind, calls, now, seconds", [
+    (Busy, [(0, 10), (2, 4), (5, 12), (13, 14)], 1e9, 0.013), (Busy, [(0, 10), (20, 30)], 15, 0.010),
+    (Busy, [], 1e9, 0.0), (Waits, [(0, 10), (12, 14)], 1e9, 0.012),
 ])  # fmt: skip
-def test_time_counts_once_and_when_it_is_over(monkeypatch: Any, calls: Any, now: float, seconds: float) -> None:
+def test_time_counts_once_and_when_it_is_over(kind: Any, calls: Any, now: Any, seconds: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(Event, "now", now)
     moments = iter([at for call in calls for at in call])
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(next(moments) if enable_timing else math.nan))
-    busy = Busy()
+    busy = kind()
     for _ in calls:
         with busy.timed(torch.device("cuda", 0)):
             pass
