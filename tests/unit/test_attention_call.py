@@ -17,6 +17,7 @@ from deepspeed_cad.attention.device_schedule import upload_schedule
 from deepspeed_cad.attention.forward import ForwardServed, version_of
 from deepspeed_cad.attention.layer import LayerInput, whole_rank_tasks
 from deepspeed_cad.attention.microbatch import MaskDescriptor, MicroBatch
+from deepspeed_cad.attention.serve import by_group
 from deepspeed_cad.attention.setup import CallCounts, CallSetup, Modes
 from deepspeed_cad.attention.surviving import SurvivingCall
 from deepspeed_cad.errors import CADError
@@ -218,6 +219,16 @@ def test_steps_out_of_order_are_an_error() -> None:
     assert with_packed_heads(packed) is packed, "no copy for gaps between rows"
     for x in (wide[:1].expand(5, -1, -1), wide[:, ::2], wide[..., :1].expand(-1, -1, DIM)):
         assert with_packed_heads(x).is_contiguous(), "as of o.sum(0)"
+
+
+def test_rows_leave_with_the_heads_of_a_group_side_by_side() -> None:
+    wide = torch.arange(5 * 2 * HEADS * DIM).view(5, 2 * HEADS, DIM)
+    gaps = wide[:, :HEADS]
+    for x, is_view in ((gaps, True), (wide[:, ::2], False), (gaps[..., :1].expand(-1, -1, DIM), False)):
+        for groups in (GROUPS, HEADS):
+            found = by_group(x, wide[:, :groups])
+            assert torch.equal(found, x.reshape(5, groups, -1)) and found.stride(2) == 1
+            assert (found.data_ptr() == x.data_ptr()) is is_view
 
 
 def test_one_of_q_k_and_v_is_trained_alone() -> None:

@@ -138,10 +138,22 @@ def attend(mask: MaskDescriptor, given: list[torch.Tensor], module: torch.nn.Mod
 
 
 def test_a_rank_without_heads_of_a_layer_plans_and_takes_part() -> None:
-    one, given = micro_batch([[6], [4]]), inputs(1, 6)
-    found = attend(descriptor(one), [given[0][:, :0], *given[1:]])
-    assert found.shape == (1, 6, 0, SHAPES["v"][1]) and len(one.planned) == len(one.agree) == 1
-    assert not any(x.any() for x in torch.autograd.grad(found.sum(), given))
+    """By the size of heads, the window and the chunk; where nano-batches alternate it hands over as others do."""
+    one, given, order = micro_batch([[6], [4]], [6, 0]), inputs(1, 6), []
+    mask = MaskDescriptor(one, 3, lambda *_: TorchMath(), Modes(), chunk=4)
+
+    def half(nano_batch: int) -> None:
+        order.append(nano_batch)
+        found = attend(mask.part(nano_batch), [given[0][:, :0], *given[1:]], module)
+        order.append(nano_batch)
+        assert found.shape == (1, 6, 0, SHAPES["v"][1]) and found.requires_grad
+        assert not any(x.any() for x in torch.autograd.grad(found.sum(), given))
+
+    module = torch.nn.Module()
+    states = ThreadState(CPU, RandomStream(CPU)), ThreadState(CPU, RandomStream(CPU, 5))
+    run_alternating(lambda: half(0), lambda: half(1), states)
+    assert order == [0, 1, 0, 1] and len(one.agree) == 1
+    assert one.layers == {PlanKey(3, HeadShape(1, 1, SHAPES["q"][1], SHAPES["v"][1], 8), 4): 1}
 
 
 @pytest.mark.parametrize("at", [None, [3]])

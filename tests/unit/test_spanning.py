@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cad.attention.memory import NO_LIMIT, ExchangeMemory
-from deepspeed_cad.attention.spanning import Spanning
+from deepspeed_cad.attention.spanning import Spanning, _readable
 from deepspeed_cad.errors import CADError
 from deepspeed_cad.exchange.copies import dispatch_pushes, return_pushes
 from deepspeed_cad.layout import Layout
@@ -163,6 +163,13 @@ def test_heads_in_groups_and_back(axes: str, shape: tuple[int, ...], groups: int
         own = x if at < 0 else x.narrow(at, group * 4 // groups, max(4 // groups, 1))
         assert torch.equal(parts[:, group], (own[0] if axes[1] == "T" else own[0].T).flatten(1))
         assert torch.equal(one.ungroup(parts[:, group : group + 1], groups), own)
+
+
+def test_rows_as_copies_read_them() -> None:
+    """Narrow ones head group by head group, one behind the other; others as they are, where elements lie so."""
+    wide = torch.arange(5 * 3 * 32, dtype=torch.float32).view(5, 3, 32)
+    for x, strides in ((wide[..., :16], (96, 32, 1)), (wide[..., :15], (15, 75, 1)), (wide[..., ::2], (48, 16, 1))):
+        assert torch.equal(_readable(x), x) and _readable(x).stride() == strides
 
 
 def test_shares() -> None:
