@@ -340,16 +340,16 @@ def segments_from_positions(position_ids: Any, mask: Any = None) -> LocalSegment
         "ranks",
     )
     offset = np.flatnonzero(starts)
-    length = np.bincount(starts.reshape(-1).cumsum()[valid.reshape(-1)] - 1, minlength=len(offset))
+    length = np.bincount(starts.ravel().cumsum()[valid.ravel()] - 1, minlength=len(offset))
     # Only the first row of a rank can go on with a document of the rank before.
-    begin = np.where((offset == 0) | pieces.reshape(-1)[offset], positions.reshape(-1)[offset], 0)
+    begin = np.where((offset == 0) | pieces.ravel()[offset], positions.ravel()[offset], 0)
     return LocalSegments(begin, begin + length, offset, positions.size)
 
 
 def segments_from_cumulative(cu_seqlens: Any, tokens: int, name: str = "cu_seq_lens_q") -> LocalSegments:
     """Segments from cumulative lengths ([documents + 1], as FlashAttention takes them); rows behind are padding.
     `name`: of the argument, for errors. Raises CADDataError where these do not start at 0, fall, or exceed `tokens`."""
-    ends = _ints(cu_seqlens).reshape(-1)
+    ends = _ints(cu_seqlens).ravel()
     if len(ends) == 0 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > tokens:
         raise CADDataError(
             f"{name} {ends[:8].tolist()}{'…' if len(ends) > 8 else ''} must start at 0, never fall, and end "

@@ -115,7 +115,7 @@ def replica_of_mesh(mesh: Any, rank: int, ranks: int) -> Replica:
                 f"{_or(TENSOR)} where they divide heads, {_or(PIECES)} for Ulysses, {_or(DATA)} where each has "
                 "micro-batches of its own"
             )
-    if sorted(grid.reshape(-1).tolist()) != list(range(ranks)):
+    if sorted(grid.ravel().tolist()) != list(range(ranks)):
         raise CADConfigError(
             f"the mesh has {grid.size} ranks and the job {ranks}: pass the mesh of all of them, not a part of it"
         )
@@ -130,7 +130,7 @@ def replica_in(mesh: Any, rank: int, kinds: Sequence[str] = TENSOR) -> Replica:
     grid = np.array(mesh.mesh.tolist(), np.int64)
     place = np.argwhere(grid == rank)[0]
     index = tuple(slice(None) if name in kinds else int(at) for name, at in zip(mesh.mesh_dim_names, place))
-    return Replica(tuple(grid[index].reshape(-1).tolist()), kinds is PIECES)
+    return Replica(tuple(grid[index].ravel().tolist()), kinds is PIECES)
 
 
 def replica_of_groups(said: Sequence[Sequence[int] | None], rank: int) -> Replica | None:

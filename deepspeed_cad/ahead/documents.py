@@ -51,7 +51,7 @@ class Announcement:
     def to_array(self) -> Ints:
         """[4 + 3 × segments]: tokens, unit, tokens as loaded, fingerprint, then the segments."""
         head = self.local.tokens, self.unit, self.loaded, self.ids
-        return np.r_[head, self.local.to_array().reshape(-1)].astype(np.int64)
+        return np.r_[head, self.local.to_array().ravel()].astype(np.int64)
 
     @classmethod
     def from_array(cls, values: Ints) -> Announcement:
@@ -194,7 +194,7 @@ def _read_numbers(name: str, given: Any, padding: int, batch: int, width: int) -
                 "before: the tokens of a document lie together"
             )
     if documents or not real.all():
-        yield _Source(name, (real.astype(np.int8) + begins).reshape(-1), documents)
+        yield _Source(name, (real.astype(np.int8) + begins).ravel(), documents)
 
 
 def _read_ready_made(mask: torch.Tensor, batch: int, width: int) -> npt.NDArray[np.int8]:

@@ -108,7 +108,7 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
         return "it has neither position_ids that documents take along nor an attention_mask that tells padding"
     if padded and not np.isin(local.offset // shape[1] * shape[1], local.offset).all():
         return "it is padded on the left"
-    if not padded and isinstance(positions, torch.Tensor) and positions.shape[-1] == shape[1]:
+    if not padded and isinstance(positions, torch.Tensor):
         if positions.reshape(-1, shape[1])[0].cpu().numpy()[local.offset].any():
             return "its position_ids do not start again at 0 at each document, as they must wherever it goes"
     per_token, derived = [], []
@@ -117,7 +117,7 @@ def read_fields(batch: Mapping[str, Any], mine: Announcement) -> Fields | str:
         numbers = name in CUMULATIVE or name in LONGEST or name == NUMBERING
         if numbers and padded:
             return f'its field "{name}" numbers the tokens of a batch of several rows'
-        counts_up = name == POSITIONS and padded and _counts_up(value, shape)
+        counts_up = name == POSITIONS and padded and _counts_up(value, shape[1])
         if numbers or counts_up or (name == MASK and not padded and found is not None):
             derived.append(name)
         elif found is not None:
@@ -156,9 +156,8 @@ def _read_field(name: str, value: Any, shape: tuple[int, ...]) -> Field | None:
     return None
 
 
-def _counts_up(value: Any, shape: tuple[int, ...]) -> bool:
-    up = torch.arange(shape[1])
-    return isinstance(value, torch.Tensor) and value.shape[-1] == shape[1] and bool((value.cpu() == up).all())
+def _counts_up(value: Any, tokens: int) -> bool:
+    return isinstance(value, torch.Tensor) and bool((value.cpu() == torch.arange(tokens)).all())
 
 
 def find_padding(mine: Announcement, width: int) -> torch.Tensor:
@@ -264,7 +263,7 @@ def _row(like: Mapping[str, Any], pieces: list[torch.Tensor], carried: bool, fie
     rows, tokens = 1, torch.cat(pieces)
     if fields.padded:
         rows, tokens = len(pieces), pad_token(padding, fields).repeat(len(pieces) * int(length.max()), 1)
-        tokens[torch.from_numpy((np.arange(length.max()) < length[:, None]).reshape(-1))] = torch.cat(pieces)
+        tokens[torch.from_numpy((np.arange(length.max()) < length[:, None]).ravel())] = torch.cat(pieces)
     # What is not a tensor (None, flags) stays as it was.
     batch: Any = copy(like)
     for field, column in zip(fields.per_token, tokens.split(fields.sizes, 1)):

@@ -24,8 +24,6 @@ from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.microbatch import MicroBatch, PlanKey
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
-from deepspeed_cad.feedback.link_speeds import Speeds
-from deepspeed_cad.feedback.memory_limit import NO_LIMIT
 from deepspeed_cad.kernels.interface import MaskRule
 from deepspeed_cad.layout import Layout, LocalSegments, Tick, assemble
 from deepspeed_cad.notice import name_ranks
@@ -114,7 +112,6 @@ def gather_documents(
 class PlannedPhase:
     """All that runs forward, or backward, in one round: a layout and its plans for every set of stages."""
 
-    turn: int
     parts: dict[tuple[int, ...], MicroBatch]
     """By the stages that take part in a tick."""
     counted: MicroBatch
@@ -136,7 +133,7 @@ def tick_cost(cost: CostModel, backward: bool) -> CostModel:
 class StepPlans:
     def __init__(
         self, plans: Plans, places: Sequence[Place], program: Sequence[ProgramTick],
-        gather: Callable[[], Documents | None], rounds: Rounds, step: int, orders: bool = True,
+        gather: Callable[[], Documents | None], rounds: Rounds, step: int, orders: bool,
     ) -> None:  # fmt: skip
         """Begin to gather and to plan; called by all ranks for the same steps.
 
@@ -147,8 +144,6 @@ class StepPlans:
         self.order: list[list[int]] = []
         """[replica]: in which order its micro-batches are trained, as numbers of those that it loaded."""
         self._documents: Documents | None = None
-        self._links: Speeds | None = None
-        self._limit = NO_LIMIT
         self._gathered = plans.worker.submit(partial(self._gather, gather))
         self._phases: dict[tuple[int, bool], Future[PlannedPhase]] = {}
         self._fingerprint = 0
@@ -164,7 +159,7 @@ class StepPlans:
     def known(self) -> bool:
         """Whether all ranks have this step; waits until that is known. Raises what gathering raised."""
         self.plans.worker.trains_here()
-        return bool(self.plans.worker.wait(self._gathered, "documents of a step"))
+        return self.plans.worker.wait(self._gathered, "documents of a step")
 
     def take(self, round_: int, backward: bool) -> PlannedPhase:
         """The plans of a phase that runs now; waits until they are made."""
@@ -218,7 +213,7 @@ class StepPlans:
             part.plan_all(self._kinds(stages))
             parts[stages] = part
         every = {(key, i): one for i, part in enumerate(parts.values()) for (key, _), one in part.planned.items()}
-        return PlannedPhase(turn, parts, replace(next(iter(parts.values())), planned=every))
+        return PlannedPhase(parts, replace(next(iter(parts.values())), planned=every))
 
     def _layout(self, documents: Documents, round_: int, backward: bool, stages: Sequence[int]) -> Layout:
         """Which segments meet in a tick."""

@@ -213,7 +213,7 @@ class PipelineBinding:
         return CallSetup(
             schedule, session.kernel(kernel_need(kind, session.device)), part.transport, kind.rule,
             Modes(session.config.overlap != "none", parking=session.parking, results_travel=True), part.counts,
-            label=label, aside=part.aside if schedule.beside else None, turn=planned.turn, layer=tick,
+            label=label, aside=part.aside if schedule.beside else None, turn=part.turn, layer=tick,
         )  # fmt: skip
 
     @property

@@ -109,7 +109,7 @@ class Schedule:
     def digest(self) -> int:
         """32 bits over what all ranks know of the schedule: equal on all, different for (nearly) all others."""
         head = np.array([self.ranks, self.groups, self.window or 0], np.int64)
-        rows = np.concatenate([head, self.served_rows.reshape(-1), self.landed_rows.reshape(-1)])
+        rows = np.concatenate([head, self.served_rows.ravel(), self.landed_rows.ravel()])
         return zlib.crc32(rows.astype("<i8").tobytes())
 
 
@@ -214,11 +214,11 @@ def _break_at_limit(breaks: npt.NDArray[np.bool_], rows: Ints) -> None:
     """Begin another batch where one would have more rows than kernels count; `rows` as in `_fuse`."""
     if rows[:, [1, 3]].sum(axis=0).max(initial=0) <= MOST_ROWS:
         return
-    held = np.zeros(2, np.int64)
-    for at, more in enumerate(rows[:, [1, 3]]):
-        if breaks[at] or (held + more > MOST_ROWS).any():
-            breaks[at], held = True, np.zeros(2, np.int64)
+    held = rows[0, [1, 3]]
+    for at, more in enumerate(rows[1:, [1, 3]], 1):
         held = held + more
+        if breaks[at] or (held > MOST_ROWS).any():
+            breaks[at], held = True, more
 
 
 def _count_in_32_bits(rows: Ints) -> npt.NDArray[np.int32]:

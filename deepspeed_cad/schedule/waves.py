@@ -197,11 +197,11 @@ def _waves_of(each: Ints, window: int | None, cut: Cut) -> Ints:
         weight = ROW_OVER_KEY * (each[:, 2] - each[:, 1]) + each[:, 2] - window_start(each[:, 1], window)
     unit = each[:, [0, 3, 5, 1]] if cut.blocks else each[:, [0, 3]]
     at_server, which = np.unique(np.concatenate([unit, each[:, 5:]], axis=1), axis=0, return_inverse=True)
-    which = which.reshape(-1)
+    which = which.ravel()
     work = np.zeros(len(at_server), np.int64)
     np.add.at(work, which, weight)
     units, of_unit = np.unique(at_server[:, :-1], axis=0, return_inverse=True)
-    of_unit = of_unit.reshape(-1)
+    of_unit = of_unit.ravel()
     # Most work first within a unit; of equals the lower rank.
     order = np.lexsort((at_server[:, -1], -work, of_unit))
     chief = order[np.searchsorted(of_unit[order], np.arange(len(units)))]

@@ -65,7 +65,7 @@ def _derived(lengths: Any) -> dict[str, Any]:
     cumulative, longest = torch.from_numpy(np.r_[0, np.cumsum(lengths)]).to(torch.int32), max(lengths, default=0)
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(torch.int32)
     return {
-        "cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": longest,
+        "cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative[None], "max_length_q": longest,
         "max_length_k": torch.tensor(longest), "seq_idx": number, "attention_mask": number.long() + 1,
     }  # fmt: skip
 
@@ -171,6 +171,8 @@ def test_what_cannot_travel_is_named() -> None:
         assert _reason(batch, **changes) == "", changes
     for words, batch, changes in STAYS:
         assert words in _reason(batch, **changes), words
+    batch = PADDED | {"position_ids": torch.arange(20).where(PADDED["attention_mask"] > 0, 1)}
+    assert "position_ids" in read_fields(batch, read_documents(batch)).names  # type: ignore[union-attr]
 
 
 ONE_EACH = [[[300], [12]], [[20], [7, 5]], [[40], [90]], [[2], [3, 140]]]

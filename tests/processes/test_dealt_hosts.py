@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from trainers import losses_of, start_anew, training_arguments, without_and_with
 from training import BLOCK
 
 import deepspeed_cad
+from deepspeed_cad.ahead.loader import LookAheadLoader
 
 BEFORE, AFTER = "cad/tokens_max_over_mean_before", "cad/tokens_max_over_mean"
 
@@ -112,17 +115,22 @@ def test_prepared_loader(fresh_workers: WorkerPool) -> None:
             assert np.abs(dealt[key] - value).max() < 1e-10 * (1 + np.abs(value).max()), key
 
 
-ROWS = [[[160, 70, 50], [80, 80], SHORT], [SHORT[:3], SHORT[:4], [60, 30]]]
-"""[rank][micro-batch]."""
+ROWS = [[160, 70, 50], SHORT[:3], [80, 80], SHORT[:4], SHORT, [60, 30]]
 
 
-def _engine(rank: int, world: int) -> dict[str, Any]:
-    """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next."""
+def _engine(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """A raw loop over two epochs of three micro-batches, two per step: steps go on from one epoch into the next. The
+    loader is DeepSpeed's own, and a monitor writes what happened."""
     found: dict[str, Any] = {}
+    monitor = {"enabled": True, "output_path": folder, "job_name": "cad"}
     for name in ("keep", "deal"):
-        config = engine_config(1, gradient_accumulation_steps=2, cad={**BLOCK, "documents": name})
-        engine, *_ = import_deepspeed().initialize(model=training.tiny_llama(torch.float32), config=config)
-        loader = deepspeed_cad.current_session().look_ahead(rank_batches(ROWS[rank], 10 * rank), engine)
+        block = {**BLOCK, "documents": name}
+        config = engine_config(1, gradient_accumulation_steps=2, csv_monitor=monitor, cad=block)
+        engine, _, loader, _ = import_deepspeed().initialize(
+            model=training.tiny_llama(torch.float32), config=config, training_data=rank_batches(ROWS, 0),
+            collate_fn=itemgetter(0),
+        )  # fmt: skip
+        assert isinstance(loader, LookAheadLoader) and len(loader) == 3
         steps: list[list[float]] = [[]]
         for _ in range(2):
             for batch in loader:
@@ -142,8 +150,10 @@ def _engine(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_engine(fresh_workers: WorkerPool) -> None:
-    for found in fresh_workers.run(_engine, 2, timeout=140.0):
+def test_engine(fresh_workers: WorkerPool, tmp_path: Path) -> None:
+    ranks = fresh_workers.run(_engine, 2, str(tmp_path), timeout=140.0)
+    assert any("attention_max_over_mean" in path.name for path in (tmp_path / "cad").iterdir())
+    for found in ranks:
         assert len(found["keep"]["losses"]) == 3
         assert found["deal"]["losses"] == pytest.approx(found["keep"]["losses"], rel=1e-5)
         assert found["deal"]["tokens"] < found["keep"]["tokens"] - 0.1

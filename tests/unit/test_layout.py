@@ -57,12 +57,17 @@ def test_chunks_are_documents(own: list[int], ranks: int, per_rank: int, size: i
         assert (chunks.query.end <= size).all() and tick.query_base.dtype == tick.key_base.dtype == np.int64
 
 
-@given(lengths, st.integers(2, 5), st.integers(8, 60), st.randoms())
-def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int, rng: object) -> None:
+@given(lengths, st.integers(2, 5), st.integers(8, 60), st.booleans(), st.randoms())
+def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int, zigzag: bool, rng: Any) -> None:
+    """What can be cut is all where no row of the second part stands before one of the first in its document."""
     own = own[: ranks * per_rank // 40]
-    layout = Layout.from_stream(own, ranks, per_rank)
-    at = np.array([rng.randint(0, per_rank) for _ in range(ranks)])  # type: ignore[attr-defined]
-    if not layout.can_cut(at):
+    layout = Layout.from_stream(own, ranks, per_rank, zigzag)
+    at = np.array([rng.choice([0, per_rank // 2, rng.randint(0, per_rank)]) for _ in range(ranks)])
+    table = layout.segments.to_array().tolist()
+    rows = sorted((d, p, o + p - b >= at[rank]) for d, b, e, rank, o in table for p in range(b, e))
+    before = any(d == e and second and not third for (d, _, second), (e, _, third) in zip(rows, rows[1:]))
+    assert layout.can_cut(at) != before and layout.can_cut(layout.tokens)
+    if before:
         with pytest.raises(CADDataError, match="reads"):
             layout.cut(at)
         return
@@ -76,17 +81,6 @@ def test_a_cut_reads_no_key_behind_it(own: list[int], ranks: int, per_rank: int,
             assert all((d, p) in keys for p in range(e))
         for rank, row in keys.values():
             assert 0 <= row < tick.key_tokens[rank]
-
-
-@given(lengths, st.integers(2, 4), st.integers(8, 40), st.booleans(), st.randoms())
-def test_what_can_be_cut(own: list[int], ranks: int, per_rank: int, zigzag: bool, rng: Any) -> None:
-    """All where no row of the second part stands before one of the first in its document, and nothing else."""
-    layout = Layout.from_stream(own[: ranks * per_rank // 40], ranks, per_rank, zigzag)
-    at = np.array([rng.choice([0, per_rank // 2, rng.randint(0, per_rank)]) for _ in range(ranks)])
-    table = layout.segments.to_array().tolist()
-    rows = sorted((d, p, o + p - b >= at[rank]) for d, b, e, rank, o in table for p in range(b, e))
-    before = any(d == e and second and not third for (d, _, second), (e, _, third) in zip(rows, rows[1:]))
-    assert layout.can_cut(at) != before
 
 
 def test_ranks_are_joined_into_documents() -> None:
@@ -164,7 +158,7 @@ def test_positions_become_segments(positions: Any, mask: Any, table: list) -> No
     ([[0.0, 1.0], [0.0, 1.5]], r"position_ids\[1, 1\] is 1.5 .*; positions must be whole"),
     ([[0.0, np.inf]], r"position_ids\[0, 1\] is inf .*; positions must be whole"),
     ([[0, 1], [-2, 0]], r"position_ids\[1, 0\] is -2; positions start at 0"),
-    ([[3, 4, 2]], r"position_ids\[0, 2\] is 2 after 4; inside a row"),
+    ([[3, 4, 2, 1]], r"position_ids\[0, 2\] is 2 after 4; inside a row"),
     ([[0, 1, 1]], r"position_ids\[0, 2\] is 1 after 1"),
 ])  # fmt: skip
 def test_positions_that_mean_nothing_are_named(positions: Any, words: str) -> None:

@@ -25,18 +25,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_cad.ahead.announced import StepMessage, to_documents
 from deepspeed_cad.ahead.documents import Announcement
-from deepspeed_cad.ahead.gather import State
+from deepspeed_cad.ahead.gather import State, What
+from deepspeed_cad.ahead.plan import Learned
 from deepspeed_cad.attention.layer import LayerKind, kernel_need
+from deepspeed_cad.attention.memory import rows_of_ticks
 from deepspeed_cad.attention.setup import CallSetup, Modes
 from deepspeed_cad.config import CADConfig
 from deepspeed_cad.cost import CostModel
 from deepspeed_cad.errors import CADDataError, CADError, CADUnsupportedError
+from deepspeed_cad.feedback.memory_limit import MemoryLimit
 from deepspeed_cad.kernels.interface import KernelNeed, MaskRule
 from deepspeed_cad.layout import LocalSegments, segments_from_cumulative
 from deepspeed_cad.pipeline import engine as engines
 from deepspeed_cad.pipeline import plans as plans_room
 from deepspeed_cad.pipeline.data import Reader, read_micro_batch
-from deepspeed_cad.pipeline.phase import ProgramTick, merge_stages
+from deepspeed_cad.pipeline.phase import Phase, ProgramTick, merge_stages
 from deepspeed_cad.pipeline.plans import Place, PlannedPhase, StepPlans, gather_documents, key_of, tick_cost
 from deepspeed_cad.pipeline.rounds import Rounds, order_micro_batches
 from deepspeed_cad.pipeline.step import PipelineBinding
@@ -134,20 +137,6 @@ def session() -> Iterator[Session]:
     opened.close()
 
 
-@pytest.mark.parametrize("documents, orders, order, found", [
-    ("keep", True, [0, 1], [0, 1]), ("keep", True, [1, 0], [1, 0]), ("in_order", True, [1, 0], [0, 1]),
-    ("keep", False, [1, 0], [0, 1]),
-])  # fmt: skip
-def test_micro_batches_stay_in_order(session: Session, documents: str, orders: bool, order: Any, found: Any) -> None:
-    """The light one comes first, or the one that was loaded first: so too where something falls on tokens at random."""
-    session.plans.config = replace(session.plans.config, documents=documents)
-    given = [LocalSegments.none(0), LocalSegments(*np.array([[0], [9], [0]]), 9)]
-    ordered = [[given[m] for m in order]]
-    program = (ProgramTick(FULL, (0,)),)
-    steps = StepPlans(session.plans, [Place(0, 0)], program, lambda: ordered, Rounds(1, 2), 0, orders)
-    assert steps.known and steps.order == [found]
-
-
 def test_ranks_that_divide_heads_train_micro_batches_in_one_order(session: Session) -> None:
     """By the heads that fell to them the long document is lighter on the first rank, the others on the second."""
     session.plans.gatherer.shares = Shares(np.array([[0, 1]]), 0)
@@ -156,7 +145,7 @@ def test_ranks_that_divide_heads_train_micro_batches_in_one_order(session: Sessi
     for groups in ((1, 4), (4, 1)):
         kinds = [kind._replace(shape=HeadShape(n, n, 64, 64, 2)) for kind, n in zip((FULL, WINDOW), groups)]
         program = [ProgramTick(kind, (0,)) for kind in kinds]
-        steps = StepPlans(session.plans, [Place(0, 0)], program, lambda: [given], Rounds(1, 2), 0)
+        steps = StepPlans(session.plans, [Place(0, 0)], program, lambda: [given], Rounds(1, 2), 0, orders=True)
         assert steps.known
         orders.append(steps.order)
         documents = to_documents([StepMessage([Announcement(one) for one in given])], padded=False)
@@ -167,8 +156,8 @@ def test_ranks_that_divide_heads_train_micro_batches_in_one_order(session: Sessi
 def test_a_stage_without_a_micro_batch_has_no_rows(session: Session) -> None:
     given = [[segments_from_cumulative([0, tokens], tokens) for tokens in (9, 5)]]
     places, program = [Place(0, 0), Place(1, 0)], (ProgramTick(FULL, (0, 1)),)
-    steps = StepPlans(session.plans, places, program, lambda: None, Rounds(2, 2), 0)
-    assert not steps.known, "a loader ended"
+    steps = StepPlans(session.plans, places, program, lambda: None, Rounds(2, 2), 0, orders=True)
+    assert steps.known is False, "a loader ended"
     with pytest.raises(CADError, match="a step of the pipeline is planned that a loader did not reach"):
         steps.take(0, False)
     rows = [steps._layout(given, round_, False, (0, 1)).tokens.tolist() for round_ in range(3)]
@@ -189,13 +178,57 @@ def test_what_plans_of_ticks_depend_on(session: Session, monkeypatch: pytest.Mon
         assert found == vars(PlanInput(*given, hosts=plans.crew.hosts, waves=(3,)))
 
 
+LONG, SHORT = (segments_from_cumulative([0, tokens], tokens) for tokens in (9, 5))
+
+
+def test_what_was_planned_of_a_step_is_compared(session: Session) -> None:
+    """Micro-batches in order, the light one first, unless something falls on tokens at random; each forward and
+    backward. Layers of each set of stages are planned for these alone."""
+    plans, said = session.plans, MagicMock(side_effect=CADError("other plans"))
+    plans.gatherer.agree, plans.warn, plans.aside = said, said.warn, "aside"  # type: ignore[assignment]
+    plans.learned = Learned(memory=MemoryLimit(6.0, torch.device("cpu"), [0, 1]))
+    program = ProgramTick(FULL, (0,)), ProgramTick(WINDOW, (0, 1)), ProgramTick(FULL, (0,))
+    for number, (documents, orders, given, order) in enumerate((
+        ("keep", True, [LONG, SHORT], [1, 0]), ("keep", True, [SHORT, LONG], [0, 1]),
+        ("keep", False, [LONG, SHORT], [0, 1]), ("in_order", True, [LONG, SHORT], [0, 1]),
+    )):  # fmt: skip
+        plans.config = replace(plans.config, documents=documents)
+        steps = StepPlans(plans, [Place(0, 0)], program, lambda given=given: [given], Rounds(1, 2), 7, orders)
+        assert steps.known and steps.order == [order]
+        phases = [steps.take(*which) for which in itertools.product((0, 1), (False, True))]
+        found = [(phase.parts[0,].turn, phase.parts[0,].layout.tokens.tolist()) for phase in phases]
+        assert found == [(4 * number + at, [given[order[at // 2]].tokens]) for at in range(4)]
+        assert list(phases[0].counted.planned) == [(key_of(FULL), 0), (key_of(WINDOW), 1)]
+        with pytest.raises(CADError, match="other plans"):
+            steps.finish()
+        part = phases[0].parts[0,]
+        assert part.memory is not None and part.memory.limit == 6 << 30 and part.memory.rows is rows_of_ticks
+        assert (part.rank, part.aside, part.counts) == (0, "aside", plans.counts)
+    values, subjects = zip(*(one.args for one in said.call_args_list))
+    assert said.warn.call_count == len(values) == 4
+    assert {str(one) for one in subjects} == {"plan number 7"} and all(0 < value < 1 << 62 for value in values)
+    assert values[0] == values[1] != values[2] == values[3], "the same in another order is another step"
+
+
+def test_a_layer_runs_in_its_turn() -> None:
+    """Of three layers two have run; and one more than there are."""
+    ticks: Any = [ProgramTick(FULL, (0,))] * 3, [0, 1, 2], lambda *given: given, False
+    phase, new = Phase(*ticks), Phase(*ticks)
+    assert [phase.enter(layer, "it") for layer in (0, 1)] == [(0, "it"), (1, "it")]
+    for late, layer in ((phase, 0), (phase, 1), (phase, 3), (new, 3)):
+        with pytest.raises(CADError, match=rf"it runs forward as attention layer {layer + 1} of 3 of this stage, when"):
+            late.enter(layer, "it")
+    with pytest.raises(CADError, match="this stage ran 2 of its 3 attention layers"):
+        phase.finish()
+
+
 @pytest.mark.parametrize("overlap, beside", [("none", True), ("auto", False)])
 def test_what_a_call_in_a_tick_is_made_of(overlap: str, beside: bool) -> None:
     kind = LayerKind(HeadShape(32, 8, 192, 128, 2), MaskRule(1.0, 1024), torch.bfloat16)
-    binding, part = MagicMock(program=(None, ProgramTick(kind, (0, 1)))), MagicMock()
+    binding, part = MagicMock(program=(None, ProgramTick(kind, (0, 1)))), MagicMock(turn=7)
     session, schedule = binding.session, part.schedule.return_value
     session.config.overlap, session.device, schedule.beside = overlap, torch.device("cpu"), beside
-    assert vars(PipelineBinding._setup(binding, PlannedPhase(7, {(0, 1): part}, part), 1, "layer 4")) == vars(CallSetup(
+    assert vars(PipelineBinding._setup(binding, PlannedPhase({(0, 1): part}, part), 1, "layer 4")) == vars(CallSetup(
         schedule, session.kernel.return_value, part.transport, kind.rule,
         Modes(overlap != "none", parking=session.parking, results_travel=True), part.counts, label="layer 4",
         aside=part.aside if beside else None, turn=7, layer=1,
@@ -355,14 +388,9 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
 
 def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
-    module = SimpleNamespace(topology=lambda: topology, parts=parts)
-    engines._refuse_module(module, {"zero_optimization": {"stage": stage}})
-
-
-def refuse_before_deepspeed_starts(stage: int) -> None:
-    module = SimpleNamespace(topology=lambda: SimpleNamespace(get_axis_names=lambda: []), parts=[0, 4])
-    json = {"zero_optimization": {"stage": stage}}
-    engines.initialize_pipeline(lambda model, config: (), CADConfig(), (), {"model": module, "config": json})
+    given: dict[str, Any] = {"model": SimpleNamespace(topology=lambda: topology, parts=parts)}
+    given["config"] = {"zero_optimization": {"stage": stage}}
+    engines.initialize_pipeline(lambda model, config: (), CADConfig(), (), given)
 
 
 IDS = torch.arange(4)[None]
@@ -374,7 +402,6 @@ IDS = torch.arange(4)[None]
     (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "a pipeline cannot have: idle stages serve instead"),
     (engines._refuse_block, [CADConfig(verify=1)], "\"verify\" is 1, which a pipeline .*eval_batch"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
-    (refuse_before_deepspeed_starts, [2], "stage 2 with a PipelineModule"),
     (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
     *((partial(to_pipeline, stages=n), [meta_model("llama")], f"^{n} .* 2 decoder.* 1 to 2 stages") for n in (0, 3)),
@@ -403,7 +430,7 @@ def test_what_a_pipeline_cannot_have(refuse: Callable[..., Any], given: list[Any
     (9, 2, 1, [[0], [1]], "on the first stage and as many, but other ones,"),
     (9, 1, 2, [[0], [1]], r"replicas have \[1\] micro-batches in this step; expected 2 of each"),
     (0, 1, 1, [[0, 1]], r"ranks 0, 1 divide the heads of a stage, but load \[1, 0\] micro-batches"),
-    (9, 1, 1, [[0], [1]], ""),
+    (8, 1, 1, [[0, 1]], "rank 0 has 9 tokens and rank 1 8 tokens"), (9, 1, 1, [[0], [1]], ""),
 ])  # fmt: skip
 def test_first_and_last_stage_load_the_same(
     tokens: int, ids: int, count: int, replicas: list[list[int]], words: str
@@ -411,9 +438,14 @@ def test_first_and_last_stage_load_the_same(
     mine = [Announcement(LocalSegments(*np.array([[0], [9], [0]]), 9), ids=1)]
     others = [Announcement(LocalSegments(*np.array([[0], [tokens], [0]]), tokens), ids=ids)] * (tokens > 0)
     said = [SimpleNamespace(state=State.GOING, payload=StepMessage(one).to_array()) for one in (mine, others)]
-    gatherer: Any = SimpleNamespace(
-        gather=lambda *_, **__: said, shares=SimpleNamespace(replicas=np.array(replicas), members=[0, 1])
-    )
+    gatherer = MagicMock(shares=SimpleNamespace(replicas=np.array(replicas), members=[0, 1]))
+    gatherer.gather.return_value = said
     with pytest.raises(CADDataError, match=words) if words else nullcontext():
-        ((one,),) = gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 1, count) or [[None]]
+        ((one,),) = gather_documents(gatherer, [Place(0, 0), Place(1, 0)], mine, 7, count) or [[None]]
         assert one is not None and one.same_as(mine[0].local)
+    (subject, message), given = gatherer.gather.call_args
+    assert (subject.what, subject.index, given) == (What.STEP, 7, {"state": State.GOING})
+    assert message.tolist() == said[0].payload.tolist()
+    said[1].state = State.ENDED
+    assert gather_documents(gatherer, [Place(0, 0), Place(1, 0)], None, 7, count) is None
+    assert gatherer.gather.call_args.kwargs == {"state": State.ENDED}

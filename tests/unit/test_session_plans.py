@@ -18,7 +18,7 @@ from deepspeed_cad.ahead.feed import EpochOverError, Feed
 from deepspeed_cad.ahead.gather import Subject, What, digest
 from deepspeed_cad.ahead.loader import LookAheadLoader
 from deepspeed_cad.ahead.plan import Gathered, Learned
-from deepspeed_cad.ahead.step import ORDERED, StepAhead
+from deepspeed_cad.ahead.step import NOT_STATED, ORDERED, StepAhead
 from deepspeed_cad.attention.memory import rows_of_layers
 from deepspeed_cad.attention.microbatch import PlanKey
 from deepspeed_cad.config import CADConfig
@@ -141,6 +141,27 @@ def test_models_of_a_process_share_one_session() -> None:
     assert numbers == [0, 1, 2] and first.plans.in_one_part == {1}
 
 
+def test_a_loader_follows_the_engine_that_ends_steps(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless `accumulation` is another one, or the script ends steps itself."""
+    monkeypatch.setattr("deepspeed_cad.session.LookAheadLoader", made := mock.Mock())
+    monkeypatch.setattr("deepspeed_cad.session.settle", settled := mock.Mock())
+    model: Any = torch.nn.Linear(1, 1)
+    binding = session.bindings[model] = SimpleNamespace(feed="its feed")
+    session.look_ahead("batches", model, accumulation=4, global_loss=True)
+    model.micro_steps, model.global_steps, model.gradient_accumulation_steps = 5, 2, (steps := lambda: 3)
+    for accumulation in None, 3, 2:
+        session.look_ahead("batches", model, accumulation=accumulation)
+    model.managed_gradient_accumulation = lambda: False
+    session.look_ahead("batches", model)
+    assert [(call.args[2], call.args[3] and call.args[3]()) for call in made.call_args_list] == [
+        (4, None), (steps, (5, 2)), (3, (5, 2)), (2, None), (1, None)
+    ]  # fmt: skip
+    for call, why in zip(made.call_args_list, ("", NOT_STATED)):
+        assert (*call.args[:2], call.args[4]) == ("batches", "its feed", binding)
+        call.kwargs["settle"]()
+        settled.assert_called_with("its feed", model, why)
+
+
 def test_no_collective_follows_an_error_between_two(session: Session) -> None:
     """The others go on to the next one and hear the first error, which this rank raises again."""
     feed = session.open_feed("a model")
@@ -224,14 +245,10 @@ def test_a_forward_alone_is_even_in_what_it_costs() -> None:
     assert 0 < alone.finish.max() < 0.5 * both.finish.max()
 
 
-def test_steps_of_one_micro_batch_are_not_arranged_together() -> None:
-    feed = mock.Mock(replicas=2, orders=True, deals=False, **{"shares.pieces": 0})
-    assert StepAhead(feed).submit([]) is None and feed.end.called and not feed.next_step.called
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_batch_that_contradicts_itself_is_an_error_when_its_step_is_due(replicas: int) -> None:
     feed = mock.Mock(replicas=replicas, orders=True, deals=False, **{"shares.pieces": 0})
+    assert StepAhead(feed).submit([]) is None and feed.end.called and not feed.next_step.called, "of one micro-batch"
     feed.read.side_effect = error = CADDataError("positions start at 0")
     due = StepAhead(feed, 1 if replicas == 1 else 2).submit([{"input_ids": 0}])
     assert due is not None and feed.fail_later.call_args.args == (error,) and not feed.announce.called
@@ -300,9 +317,10 @@ def test_a_step_of_another_size_is_refused_where_it_was_arranged(orders: bool, m
     count[0] = next(batches) + 4
     with pytest.raises(CADConfigError) if orders else nullcontext():
         assert list(batches) == [1, 2, 3, 4, 5, 6, 7]
-    sampled = SimpleNamespace(data_sampler=SimpleNamespace(state_dict=dict))
-    LookAheadLoader(sampled, feed)
-    assert not feed.read_ahead, "what DeepSpeed's sampler counts is in checkpoints"
+    for counts in (SimpleNamespace(data_sampler=SimpleNamespace(state_dict=dict)), SimpleNamespace(state_dict=dict)):
+        read: list[int] = []
+        ahead = LookAheadLoader(counts, feed, 2, batches=(read.append(batch) or batch for batch in range(3)))  # type: ignore[func-returns-value]
+        assert [len(read) for _ in ahead] == [1, 2, 3] and not feed.read_ahead, "what was read is in checkpoints"
 
 
 @pytest.mark.parametrize("steps, right", [([0, 1, 1, 2], True), ([0, 1, 1, 0], True), ([1], False), ([0, 0], False)])

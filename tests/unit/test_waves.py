@@ -95,6 +95,13 @@ def test_one_head_group_of_one_document_is_cut_by_rows() -> None:
     assert [part[:, 1:3].tolist() for part in parts] == [[[100, 340]], [[340, 580], [580, 820]], [[820, 1000]]]
 
 
+def test_who_works_most_on_a_head_group_decides_its_wave() -> None:
+    """Of the second document: a server that has the first one before it, not one that has the last behind it."""
+    tasks = np.array([(0, 0, 1000, 0, 1, 1), (1, 0, 300, 0, 1, 2), (1, 300, 1000, 0, 1, 1), (2, 0, 1000, 0, 1, 2)])
+    parts = split_tasks(Layout.from_rank_lengths([[1000] * 3, [], []]).tick(), tasks, None, Cut(2))
+    assert [part.tolist() for part in parts] == [tasks[:1].tolist(), tasks[1:].tolist()]
+
+
 def test_waves_change_no_bit() -> None:
     """Head groups are whole in a wave, so bf16 sums of dK and dV are those of one wave, and outputs of many waves too.
 
