@@ -35,8 +35,9 @@ def test_own_rows_stay_and_only_keys_come() -> None:
     assert [(b.q_row, b.k_row, b.q_rows, b.k_rows, b.k_step) for b in schedule.half_local] == [
         (0, 300, 100, 200, 200), (0, 0, 100, 200, 300),
     ]  # fmt: skip
-    assert upload_schedule(schedule, torch.device("cpu")).waves[0].keys_overlap, "head group 2 is read twice"
-    assert not upload_schedule(schedule_rank(LONG.tick(), slices, 2, 3), torch.device("cpu")).waves[0].keys_overlap
+    first, second = (upload_schedule(one, CPU) for one in (schedule, schedule_rank(LONG.tick(), slices, 2, 3)))
+    assert first.waves[0].keys_overlap and not second.waves[0].keys_overlap, "head group 2 is read twice"
+    assert not first.lands_apart and not second.lands_apart, "in one wave no keys return twice"
     keys = slices.table[(slices.table[:, KIND] == KEY) & (slices.table[:, SERVER] == 2)]
     assert set(keys[:, HOME]) == {0, 1, 2}, "its own keys lie beside the others"
 
