@@ -124,8 +124,7 @@ def _engine(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     monitor = {"enabled": True, "output_path": folder, "job_name": "cad"}
     for name in ("keep", "deal"):
-        block = {**BLOCK, "documents": name}
-        config = engine_config(1, gradient_accumulation_steps=2, csv_monitor=monitor, cad=block)
+        config = engine_config(1, gradient_accumulation_steps=2, csv_monitor=monitor, cad={**BLOCK, "documents": name})
         engine, _, loader, _ = import_deepspeed().initialize(
             model=training.tiny_llama(torch.float32), config=config, training_data=rank_batches(ROWS, 0),
             collate_fn=itemgetter(0),

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pipeline_picture
 import pytest
 import torch
 import trainers
@@ -58,10 +59,9 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
     config = json.loads((ROOT / "examples" / "ds_million_cad.json").read_text())
     config["cad"] |= {"granularity": 16}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    out, losses = tmp_path / "out", []
+    out, losses, words = tmp_path / "out", [], "--steps 3 --tokens 400 --tile 64".split()
     files = {"deepspeed_config": "ds.json", "model": "model", "data": "data.jsonl", "save": "out"}
-    words = [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
-    words += "--steps 3 --tokens 400 --tile 64".split()
+    words += [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
     for ranks in (1, 2):
         done = launch(ranks, ["examples/million_tokens.py", *words], ROOT, PYTHONWARNINGS="ignore")
         assert done.returncode == 0, done.stderr[-4000:]
@@ -76,3 +76,29 @@ def test_a_checkpoint_is_trained_on_a_document_that_spans_ranks(tmp_path: Path) 
 def test_tokens_that_do_not_divide() -> None:
     done = launch(2, "examples/million_tokens.py --tiny --tokens 511".split(), ROOT, PYTHONWARNINGS="ignore")
     assert done.returncode != 0 and "--tokens 511: ranks hold equally many tokens" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_example_there_and_without_cad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses with the block and without; a checkpoint that transformers loads; a timeline with every tick."""
+    monkeypatch.setenv("DEEPSPEED_CAD_TRACE_STEPS", "14")
+    config = json.loads((ROOT / "examples" / "ds_pipeline_cad.json").read_text())
+    config["cad"] = {"trace": str(tmp_path / "timeline.json"), "granularity": 16, "cost": "pairs"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = "examples/finetune_pipeline.py --tiny --stages 2 --micro-batches 3 --steps 3 --deepspeed_config".split()
+    command.append(str(tmp_path / "config.json"))
+    cad = launch(2, [*command, "--save", str(tmp_path / "saved")], ROOT)
+    assert cad.returncode == 0, cad.stderr
+    plain = launch(2, [*command, "--no-cad"], ROOT)
+    assert plain.returncode == 0, plain.stderr
+    assert printed_losses(cad.stdout) == pytest.approx(printed_losses(plain.stdout), abs=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type == "llama"
+
+    step = 2 * (3 + 2 - 1)
+    ticks = pipeline_picture.read_ticks(tmp_path / "timeline.json", step)
+    names = [[f"{one['cat'][0]} {one['name'].split(', ')[1]}" for one in own] for own in ticks]
+    idle = [sum("serving" in name for name in own) for own in names]
+    assert idle == [2, 2]  # each stage has no forward in one forward tick, and no backward in one backward tick
+    for direction in "fb":
+        assert [sum(name.startswith(f"{direction} micro-batch") for name in own) for own in names] == [3, 3]
+    assert pipeline_picture.draw(ticks).count("<rect") == 1 + 2 * step + 3

@@ -1,6 +1,5 @@
 """The checks that `make test-gpu` runs on GPUs, rehearsed on CPU processes, so that the scripts stay right."""
 
-import argparse
 import json
 import subprocess
 from collections.abc import Mapping
@@ -10,9 +9,7 @@ from typing import BinaryIO
 
 import gpu_check
 import pytest
-import torch
 from forked import Script
-from gpu_check import Launch, start
 
 LONG, MOST = pytest.mark.long, "kernels,models,streams,exactness,lifetimes,wrappers"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,7 +33,6 @@ def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("groups, ranks, checks", [
     ("transports", 2, "transport"),
     pytest.param(MOST, 2, "kernel model rows two exactness lifetimes wrapper", marks=LONG),
-    # Two trainers, which are a world of their own.
     pytest.param("servers", 3, "reserved", marks=LONG),
 ], ids=["some", "most", "servers"])  # fmt: skip
 def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: str, ranks: int, checks: str) -> None:
@@ -49,20 +45,3 @@ def test_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], groups: s
     assert {row["state"] for row in found["table"]} == {"passed"}
     assert f"{len(found['table'])} passed, 0 failed, 0 skipped in " in said.splitlines()[-1]
     assert {row["what"].split()[0] for row in found["table"]} == set(checks.split())
-
-
-def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert gpu_check.main([]) == 0
-    first, last = capsys.readouterr().out.splitlines()
-    assert "sees no GPU" in first and last == f"0 passed, 0 failed, {len(gpu_check.GROUPS)} skipped"
-
-
-def test_a_hang_is_one_failed_line(tmp_path: Path) -> None:
-    """The rank that waits is killed at the limit, named with its case, and its output is shown."""
-    options = argparse.Namespace(ranks=2, shared=False, device="cpu", kernel="auto")
-    ended = start(Launch("failures", "c10d: hangs before its lengths", dies=7), options, tmp_path, 9.0)
-    failed = [line for line in ended.lines if line["state"] == "failed"]
-    assert [line["detail"] for line in failed][-1] == "the process of rank 1 did not end within 9 s"
-    assert "hangs before its lengths" in failed[-1]["case"]
-    assert "--- failures c10d: hangs before its lengths, rank 0" in ended.log

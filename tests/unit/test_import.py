@@ -98,9 +98,8 @@ def test_versions_are_compared_by_number(version: str, old: bool, monkeypatch) -
 @pytest.mark.parametrize("package", OLDEST)
 def test_an_old_package_is_refused_by_name(package: str, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__="0.1.2"))
-    with pytest.raises(
-        errors.CADUnsupportedError, match=rf"{package} 0\.1\.2 is installed.*needs {OLDEST[package]} or newer"
-    ):
+    words = rf"{package} 0\.1\.2 is installed.*needs {OLDEST[package]} or newer"
+    with pytest.raises(errors.CADUnsupportedError, match=words):
         refuse_old_packages()
 
 

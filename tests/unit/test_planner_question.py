@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_cad import profiles
-from deepspeed_cad.cost import PAIRS
+from deepspeed_cad.cost import PAIRS, TILE, CostModel, count_pairs, window_start
 from deepspeed_cad.errors import CADConfigError
 from deepspeed_cad.planner import HeadShape, PlanInput
 from deepspeed_cad.planner.question import KEYS, read_question
@@ -108,3 +111,29 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     caplog.clear()
     read_question(LISTS)
     assert not caplog.text
+
+
+TERMS = CostModel("one of each", "seconds", pair=1.0, row=1e3, key=1e6, task=1e9)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.none(), st.integers(1, 60)))
+def test_terms_as_counted_one_by_one(begin: int, rows: int, window: int | None) -> None:
+    reads = [
+        [key for key in range(row + 1) if window is None or key > row - window] for row in range(begin, begin + rows)
+    ]
+    pairs, start = sum(map(len, reads)), int(window_start(begin, window))
+    assert count_pairs(begin, begin + rows, window) == pairs
+    expected = pairs + 1e3 * rows + 1e6 * (begin + rows - start) + 1e9 if rows else 0.0
+    assert TERMS.of(begin, begin + rows, window) == expected
+    assert PAIRS.of(begin, begin + rows, window) == pairs
+    if rows:
+        assert reads[0][0] - TILE < start <= reads[0][0]
+
+
+def test_keys_begin_at_a_whole_tile() -> None:
+    """A row then has the same bits as in its whole document; real windows are multiples of a tile: one key more."""
+    rows = np.array([0, 64, 512, 4096, 4097])
+    assert window_start(rows, 512).tolist() == [0, 0, 0, 3584, 3584]
+    assert window_start(rows, 100).tolist() == [0, 0, 384, 3968, 3968]
+    assert not window_start(rows, None).any()

@@ -273,12 +273,10 @@ def test_a_door_that_is_not_found_is_told_to_all(place: str, monkeypatch: pytest
         room.join_servers(Split(1, 1, 0, place), JOINED, CPU)
     with pytest.raises(CADPeerError, match="server 1 waited for trainers to connect: rank 0 stopped: .* no network"):
         look_for_errors(open_board(server, False))
-    rooms = mock.Mock()
-    for name in ("connect_to", "ServerLink", "open_group"):
-        monkeypatch.setattr(room, name, getattr(rooms, name))
     Rendezvous(Split(1, 1, 1, place, 1), 20.0).open_door(Door("there", 7, "00"))
-    servers, _ = room.join_servers(Split(1, 1, 0, place, 1), replace(JOINED, timeout_s=30.0), CPU)
-    rooms.ServerLink.assert_called_once_with(0, {1: rooms.connect_to.return_value}, servers.liveness, 15.0)
+    with mock.patch.multiple(room, **dict.fromkeys(("connect_to", "ServerLink", "open_group"), mock.DEFAULT)) as made:
+        servers, _ = room.join_servers(Split(1, 1, 0, place, 1), replace(JOINED, timeout_s=30.0), CPU)
+    made["ServerLink"].assert_called_once_with(0, {1: made["connect_to"].return_value}, servers.liveness, 15.0)
 
 
 def test_a_store_is_waited_for_in_time_and_not_by_signals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,9 +153,8 @@ def test_a_loader_follows_the_engine_that_ends_steps(session: Session, monkeypat
         session.look_ahead("batches", model, accumulation=accumulation)
     model.managed_gradient_accumulation = lambda: False
     session.look_ahead("batches", model)
-    assert [(call.args[2], call.args[3] and call.args[3]()) for call in made.call_args_list] == [
-        (4, None), (steps, (5, 2)), (3, (5, 2)), (2, None), (1, None)
-    ]  # fmt: skip
+    found = [(call.args[2], call.args[3] and call.args[3]()) for call in made.call_args_list]
+    assert found == [(4, None), (steps, (5, 2)), (3, (5, 2)), (2, None), (1, None)]
     for call, why in zip(made.call_args_list, ("", NOT_STATED)):
         assert (*call.args[:2], call.args[4]) == ("batches", "its feed", binding)
         call.kwargs["settle"]()

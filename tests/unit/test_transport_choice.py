@@ -167,12 +167,7 @@ def test_what_several_hosts_use(
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == ([warning] if warning else [])
     assert f"core attention is exchanged by {found.name}" in caplog.text
     assert CLOSED == (["mixed"] if "answer_5" in answers else [])
-    for name, at, *more in (
-        ("mixed", [1, 2, 3], [0, 1, 2]),
-        ("nvlink", [1, 1]),
-        ("nccl", [1, 1], False),
-        ("c10d", [1, 1]),
-    ):
+    for name, at, *more in ("mixed", [1, 2, 3], [0, 1, 2]), ("nvlink", [1, 1]), ("nccl", [1, 1], False), ("c10d", [1]):
         found = choose(name, Job(at))
         assert (found.name, *found.given[:2], *found.given[3:]) == (name, None, GPU, *more)
     for name, at, words in ("mixed", [1, 1], "mixed: .* on one host"), ("nvlink", [1, 2], "nvlink: .* on 2 hosts"):

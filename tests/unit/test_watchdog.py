@@ -1,5 +1,8 @@
 """The watchdog, one look at a time: waits of streams and of the host, over a real board and a clock that is played."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import ROOT
 
 from deepspeed_cad import threads as daemons
 from deepspeed_cad.errors import CADPeerError, ServerLostError
@@ -260,3 +264,33 @@ def test_what_the_driver_says_of_an_event_and_of_a_thread(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.version, "hip", "7.0")
     daemons._enter_context(SimpleNamespace(index=0))
     assert daemons.is_over(events[3]) == "never recorded" and len(calls) == 8, "GPUs of AMD are torch's"
+
+
+SCRIPT = """
+import ctypes, logging, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from deepspeed_cad.threads import start_daemon
+
+class EndsSlowly:
+    # While modules are taken down: by then no other thread may enter the interpreter.
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+def rendezvous():
+    # The other rank never comes: an exception after a second, on its way back into Python.
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(seconds=1))
+
+sys.ends_slowly = EndsSlowly()
+start_daemon("opens a group", rendezvous, None)
+time.sleep(0.3)
+print("last words", end="")
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("raise ValueError('no more data')", 1)])
+def test_a_thread_in_a_rendezvous_changes_neither_code_nor_words(ending: str, code: int) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT + ending], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "last words"), done.stderr
+    assert "terminate" not in done.stderr and ("no more data" in done.stderr) == (code == 1)
