@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from deepspeed_cad.exchange.failure.identity import Flags, Identity
 from deepspeed_cad.exchange.failure.roll_call import RollCall
 from deepspeed_cad.exchange.failure.watchdog import Alarm, Watchdog
 from deepspeed_cad.exchange.group import MemoryStore
+from deepspeed_cad.exchange.packed import ComparedFirst, GroupTransfer
 
 
 class Losses:
@@ -92,6 +94,14 @@ def test_a_server_that_is_lost_ends_the_wait_at_once() -> None:
     assert side.board.reason(0) is None, "this rank has not stopped"
     side.wait(lambda: True)  # what is there counts all the same
     side.dog.abandon()
+
+
+def test_a_server_that_dies_while_data_move_is_lost() -> None:
+    side, work = Side(), Mock(**{"wait.side_effect": RuntimeError("connection closed by peer")})
+    side.losses.reason = "server 1 ended"
+    transport = ComparedFirst(Mock(), torch.device("cpu"), side.alarm)
+    with pytest.raises(ServerLostError, match="server 1 ended"):
+        transport._receive(GroupTransfer(Identity(1, 0), [], [], [work]))
 
 
 def test_a_rank_that_never_comes_is_an_error_in_time_as_on_streams() -> None:

@@ -31,9 +31,9 @@ from deepspeed_cad.server import process
 from deepspeed_cad.server import servers as room
 from deepspeed_cad.server.launch import PROCESS, Split, find_role, published, take_role
 from deepspeed_cad.server.links import ServerLink
-from deepspeed_cad.server.loop import Call, Loop, ServedMicroBatch
+from deepspeed_cad.server.loop import Loop, ServedMicroBatch
 from deepspeed_cad.server.meeting import Hello, Members, Rendezvous, look_for_errors, open_board, take_place
-from deepspeed_cad.server.orders import DISPATCH, RELEASE, RETURN
+from deepspeed_cad.server.orders import RELEASE
 from deepspeed_cad.server.process import _Server
 from deepspeed_cad.server.servers import SurvivingServers, speeds_of
 from deepspeed_cad.server.sockets import Door, Frame
@@ -482,15 +482,6 @@ def test_a_server_holds_no_more_than_there_is_room_for() -> None:
         assert (loop.held, loop.micro_batches) == (held, 1)
     loop.follow(Frame({"do": RELEASE, "turns": [6, 7]}, []))
     assert (loop.held, loop.most_held, loop._opened) == (0, 6 << 20, {})
-
-
-def test_a_second_backward_is_refused() -> None:
-    loop, setup = Loop(CPU, mock.Mock(), mock.Mock(), None), mock.Mock(label="layer 3", turn=7)
-    setup.schedule.waves, forward = [0, 0], mock.Mock(backward=False)
-    loop._opened[7] = ServedMicroBatch((), calls={(3, 0): Call(setup, (torch.zeros(0),) * 3, None, running=forward)})
-    for order, words in (DISPATCH, "7 came, and what its forward left is freed"), (RETURN, "7 that does not run"):
-        with pytest.raises(CADError, match=f"server -1.* a backward of layer 3 in micro-batch {words}"):
-            loop.follow(Frame({"do": order, "turn": 7, "layer": 3, "nano_batch": 0, "backward": True, "wave": 0}, []))
 
 
 def test_a_server_that_ends_closes_what_it_opened(place: str) -> None:
