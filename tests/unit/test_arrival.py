@@ -99,9 +99,8 @@ def test_a_server_that_is_lost_ends_the_wait_at_once() -> None:
 def test_a_server_that_dies_while_data_move_is_lost() -> None:
     side, work = Side(), Mock(**{"wait.side_effect": RuntimeError("connection closed by peer")})
     side.losses.reason = "server 1 ended"
-    transport = ComparedFirst(Mock(), torch.device("cpu"), side.alarm)
     with pytest.raises(ServerLostError, match="server 1 ended"):
-        transport._receive(GroupTransfer(Identity(1, 0), [], [], [work]))
+        ComparedFirst(Mock(), torch.device("cpu"), side.alarm)._receive(GroupTransfer(Identity(1, 0), [], [], [work]))
 
 
 def test_a_rank_that_never_comes_is_an_error_in_time_as_on_streams() -> None:

@@ -16,7 +16,6 @@ HOSTS = ("transformers", "deepspeed", "accelerate", "trl", "peft", "axolotl", "t
 RUNNING = ("ahead", "attention", "exchange", "server", "session", "pipeline.step", "integrations")
 """Rooms that take part in training; those that only compute are tested without processes."""
 NEVER: dict[str, tuple[str, ...]] = {
-    "config": ("torch", "numpy", *HOSTS),
     **dict.fromkeys(("layout", "shares", "stream", "cost", "pipeline.rounds", "schedule"), ("torch", *HOSTS, *RUNNING)),
     "planner": ("torch.distributed", *HOSTS, *RUNNING), "profiles": ("torch.distributed", *HOSTS, *RUNNING),
     "forecast": ("torch", "profiles", "cli", *HOSTS, *RUNNING),
@@ -26,7 +25,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "ahead": (*HOSTS, "server", "session", "integrations"), "server": (*HOSTS, "session", "integrations"),
     "session": (*HOSTS, "integrations"), "groups": (*HOSTS, "session", "integrations"),
     "function": (*HOSTS, "integrations"), "report": (*HOSTS, "torch", *RUNNING),
-    "server.launch": ("torch", "numpy"), "launch": ("torch",),
+    "config": ("torch", "numpy", *HOSTS), "server.launch": ("torch", "numpy"), "launch": ("torch",),
 }  # fmt: skip
 """By room: rooms and other packages that none of its modules imports."""
 THROUGH = {
