@@ -113,8 +113,8 @@ def test_neighbours_exchange_what_each_needs_and_never_wait_in_a_circle(stages: 
 
 @pytest.mark.parametrize("layers, ticks", [
     ([[FULL] * 3, [FULL] * 3], 3), ([[FULL] * 3, [FULL] * 2, []], 3), ([[FULL, WINDOW] * 2, [WINDOW, FULL] * 2], 5),
-    ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4), ([[], []], 0),
-], ids=["alike", "unequal", "shifted", "turned", "none"])  # fmt: skip
+    ([[WINDOW, WINDOW, FULL], [FULL, WINDOW, WINDOW]], 4), ([[FULL], [WINDOW, WINDOW, FULL]], 3), ([[], []], 0),
+], ids=["alike", "unequal", "shifted", "turned", "later", "none"])  # fmt: skip
 def test_ticks_hold_the_layers_of_every_stage_in_order(layers: list[list[LayerKind]], ticks: int) -> None:
     program = merge_stages(layers)
     assert len(program) == ticks

@@ -53,7 +53,7 @@ def test_who_never_reads_ahead_is_told_once() -> None:
 
 
 def test_what_ranks_say_is_named() -> None:
-    assert str(Subject(What.CHOICE, 1)) == "choice of transport"
+    assert str(Subject(What.CHOICE, 1)) == "choice of transport" and len(What) == len(What.__members__)
     assert str(Subject(What.LENGTHS, index=3, epoch=1)) == "document lengths of micro-batch 3 in epoch 1"
     assert str(Subject(What.STEP, 2, 1, 3)) == "documents of the step of step 3 in epoch 1 of model 2"
     assert str(Subject(What.FORWARD, -1, index=3)) == "document lengths at the forward number 3 of reference model 0"
