@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import (
@@ -50,6 +51,7 @@ def initialize_pipeline(
 
     Raises CADConfigError and CADUnsupportedError for what CAD does not combine with, before DeepSpeed starts."""
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    _refuse_old(PipelineEngine)
     _refuse_block(config)
     _refuse_module(given["model"], find_config(original, args, kwargs))
     with together():
@@ -216,6 +218,14 @@ def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> 
 
 
 # What CAD does not combine with
+
+
+def _refuse_old(engine: type) -> None:
+    if not hasattr(engine, "_train_schedule"):
+        raise CADUnsupportedError(
+            f"DeepSpeed {deepspeed.__version__} has pipelines whose order of work cannot be another one: pip install "
+            '--upgrade "deepspeed>=0.19.8", or train this pipeline without CAD'
+        )
 
 
 def _refuse_block(config: CADConfig) -> None:

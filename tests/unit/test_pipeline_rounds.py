@@ -387,9 +387,8 @@ def test_a_loader_that_raises(make: Callable[..., Any], error: BaseException, te
 
 def refuse_module(parts: list[int], axes: dict[str, int], stage: int) -> None:
     topology = SimpleNamespace(get_axis_names=lambda: list(axes), get_dim=axes.__getitem__)
-    given: dict[str, Any] = {"model": SimpleNamespace(topology=lambda: topology, parts=parts)}
-    given["config"] = {"zero_optimization": {"stage": stage}}
-    engines.initialize_pipeline(lambda model, config: (), CADConfig(), (), given)
+    module, json = SimpleNamespace(topology=lambda: topology, parts=parts), {"zero_optimization": {"stage": stage}}
+    engines.initialize_pipeline(lambda model, config: (), CADConfig(), (), {"model": module, "config": json})
 
 
 IDS = torch.arange(4)[None]
@@ -400,6 +399,7 @@ IDS = torch.arange(4)[None]
     (engines._refuse_block, [CADConfig(speeds="measure")], "\"speeds\" is 'measure', which a pipeline cannot have"),
     (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "a pipeline cannot have: idle stages serve instead"),
     (engines._refuse_block, [CADConfig(verify=1)], "\"verify\" is 1, which a pipeline .*eval_batch"),
+    (engines._refuse_old, [object], r"^DeepSpeed 0.* has pipelines .*deepspeed>=0\.19\.8"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
     (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),
