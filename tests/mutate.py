@@ -108,7 +108,8 @@ class Apart:
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         """Called by pytest in place of its own loop over set-up, call and tear-down."""
-        begun, _ = time.monotonic(), signal.alarm(0)
+        signal.alarm(0)
+        begun = time.monotonic()
         if not (pid := os.fork()):
             self._run(item)
         while not (ended := os.waitpid(pid, os.WNOHANG))[0]:

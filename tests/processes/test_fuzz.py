@@ -50,8 +50,12 @@ def _broken(rank: int, world: int, line: str, what: str) -> Played:
         return play(rank, world, line)
 
 
-@pytest.mark.parametrize(
-    ("what", "kind"), [("forward", "wrong: rank"), ("backward", "gradients off by"), ("an error", "raw: rank 1")]
-)
-def test_a_defect_is_seen(workers: WorkerPool, what: str, kind: str) -> None:
-    assert kind in judge(SMALL, workers.run(_broken, 2, SMALL.to_line(), what))
+@pytest.mark.parametrize(("what", "verify", "kind"), [
+    ("forward", 0, "wrong: rank"), ("backward", 0, "gradients off by"), ("an error", 0, "raw: rank 1"),
+    ("forward", 2, "CADError: verify: rank 0, micro-batch 1 (counted from 0): O of LlamaAttention of layer 0 differs"),
+])  # fmt: skip
+def test_a_defect_is_seen(workers: WorkerPool, what: str, verify: int, kind: str) -> None:
+    """By the judge; or by `"verify"`, which stops all ranks."""
+    case = replace(SMALL, block=SMALL.block | {"verify": verify})
+    played = workers.run(_broken, 2, case.to_line(), what)
+    assert kind in judge(case, played) and (not verify or all(one.error for one in played))

@@ -25,15 +25,12 @@ def _said() -> list[str]:
     return found
 
 
-def _steps(model: Any, rank: int) -> None:
+def _plain(rank: int, world: int, block: dict[str, Any]) -> list[str]:
+    said, model = _said(), deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, **block}).train()
+    model = DistributedDataParallel(model)
     for step in range(3):
         batch = training.pack(training.documents(LENGTHS[(rank + step) % 2], seed=10 * step + rank))
         model(**batch, use_cache=False).loss.backward()
-
-
-def _plain(rank: int, world: int, block: dict[str, Any]) -> list[str]:
-    said, model = _said(), deepspeed_cad.apply(training.tiny_llama(torch.float32), {**VERIFY, **block}).train()
-    _steps(DistributedDataParallel(model), rank)
     return said
 
 

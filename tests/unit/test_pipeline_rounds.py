@@ -399,7 +399,7 @@ IDS = torch.arange(4)[None]
     (engines._refuse_block, [CADConfig(speeds="measure")], "\"speeds\" is 'measure', which a pipeline cannot have"),
     (engines._refuse_block, [CADConfig(servers={"reserved": 1})], "a pipeline cannot have: idle stages serve instead"),
     (engines._refuse_block, [CADConfig(verify=1)], "\"verify\" is 1, which a pipeline .*eval_batch"),
-    (engines._refuse_old, [object], r"^DeepSpeed 0.* has pipelines .*deepspeed>=0\.19\.8"),
+    (engines._refuse_old, [object], r"^DeepSpeed 0.* gives no way .*deepspeed>=0\.19\.8"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "data": 2}, 2], "stage 2 with a PipelineModule"),
     (refuse_module, [[0, 2, 2, 4], {"pipe": 3}, 1], "stage 1 of 3 holds no layer: a pipeline of 4 layers needs"),
     (refuse_module, [[0, 2, 4], {"pipe": 2, "expert": 2}, 1], 'has the axis "expert" of 2 ranks'),

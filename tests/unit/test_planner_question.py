@@ -1,4 +1,4 @@
-"""The question as a JSON file, field by field."""
+"""The question as a JSON file, field by field; costs, each term by itself."""
 
 import logging
 from dataclasses import replace
@@ -19,6 +19,7 @@ from deepspeed_cad.planner.question import KEYS, read_question
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 16}
 STREAM = HEADS | {"documents": [300, 0, 50, 200], "tokens_per_rank": 150}
 LISTS = HEADS | {"ranks": [[9, 0, 4], [], [5]]}
+TERMS = CostModel("one of each", "seconds", pair=1.0, row=1e3, key=1e6, task=1e9)
 
 
 def test_defaults_are_those_of_the_planner() -> None:
@@ -111,9 +112,6 @@ def test_keys_of_other_programs_are_ignored_with_a_word(caplog: pytest.LogCaptur
     caplog.clear()
     read_question(LISTS)
     assert not caplog.text
-
-
-TERMS = CostModel("one of each", "seconds", pair=1.0, row=1e3, key=1e6, task=1e9)
 
 
 @settings(deadline=None)

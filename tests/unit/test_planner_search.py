@@ -23,7 +23,9 @@ from deepspeed_cad.planner.finish import finish_times
 from deepspeed_cad.planner.plan import O_RECEIVED, O_SENT, QKV_RECEIVED, QKV_SENT
 from deepspeed_cad.planner.question import with_links
 
+MILLION, TOLERANCE = 1 << 20, 0.02
 BIG = HeadShape(query_heads=32, groups=8, head_dim=128, value_dim=128, bytes_per_element=2)
+MHA = dataclasses.replace(BIG, groups=32)
 H200 = CostModel("H200", "seconds", pair=1.122e-11, row=6.495e-9, key=2.376e-9)
 """As the shipped profile has it."""
 LONG = [[40000, 3000, 9000], [12000] * 4, [20000, 20000, 9000], [65000]]
@@ -31,7 +33,7 @@ LONG = [[40000, 3000, 9000], [12000] * 4, [20000, 20000, 9000], [65000]]
 
 def ask(lengths: Any, hosts: list[int], between: float, shape: HeadShape = BIG, inside: float = 362.0) -> PlanInput:
     tick = Layout.from_rank_lengths(lengths).tick()
-    return PlanInput(tick, shape, with_links(H200, inside, between), tolerance=0.02, hosts=np.array(hosts))
+    return PlanInput(tick, shape, with_links(H200, inside, between), tolerance=TOLERANCE, hosts=np.array(hosts))
 
 
 @settings(max_examples=80)
@@ -71,11 +73,6 @@ def test_slow_links_inside_the_only_host_are_minded_too() -> None:
     (note,) = make_plan(ask(LONG, [0, 0, 0, 1], 50.0)).notes
     assert note.startswith("the slowest host comes down 100% of the way to the mean"), "as far as it can"
     assert plans[2].notes == ("nothing is moved: on these links it would take longer than it saves",)
-
-
-MILLION = 1 << 20
-MHA = HeadShape(query_heads=32, groups=32, head_dim=128, value_dim=128, bytes_per_element=2)
-TOLERANCE = 0.02
 
 
 def of_stream(lengths: list[int], ranks: int, tokens: int, shape: HeadShape = BIG, **fields: Any) -> PlanInput:

@@ -269,9 +269,8 @@ def test_all_ranks_beside_servers_map_each_others_memory() -> None:
 def test_a_group_that_is_given_up_is_freed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """When others have let go of it: to free it waits for what is under way."""
     may_go, own = threading.Event(), peers.make_group(dist.HashStore(), 0, 1, CPU, "own", 9.0)
-    assert dist.distributed_c10d._resolve_process_group("own") is own.processes and peers.numbers_of(own, BOARD, 7) == [
-        7
-    ]
+    assert dist.distributed_c10d._resolve_process_group("own") is own.processes
+    assert peers.numbers_of(own, BOARD, 7) == [7]
     monkeypatch.setattr(peers, "time", SimpleNamespace(sleep=lambda seconds: may_go.wait(60.0)))
     freed = weakref.ref(own)
     own.abandon()

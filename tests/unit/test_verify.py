@@ -13,6 +13,7 @@ from deepspeed_cad.integrations.verify import TOLERANCE, tolerance
 from model_cases import tiny_model
 
 import deepspeed_cad
+from deepspeed_cad import function
 from deepspeed_cad.attention import backward as backward_room
 from deepspeed_cad.attention import forward as forward_room
 from deepspeed_cad.errors import CADError
@@ -115,6 +116,9 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             dq += float(name.split()[-1])
             dk += float(name.split()[-1])
 
+    rule = function.MaskRule
+    if name == "an argument that is lost":
+        monkeypatch.setattr(function, "MaskRule", lambda scale, *rest: rule(scale * 1.5, *rest))
     monkeypatch.setattr(forward_room, "run_local", forward)
     monkeypatch.setattr(backward_room, "run_local_backward", backward)
 
@@ -124,6 +128,7 @@ def _wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("one row of O", "O of LlamaAttention of layer 0 differs at position 6 of .* that starts at row 44", 1.01),
     ("dK of one head", "dK of LlamaAttention of layer 1 differs", 1.1),
     ("dV not a number", "dV of LlamaAttention of layer 1 differs at position 7 of", None),
+    ("an argument that is lost", "the output of the decoder differs", None),
 ])  # fmt: skip
 def test_planted_errors_are_named(name: str, says: str, ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     _wrong(name, monkeypatch)
