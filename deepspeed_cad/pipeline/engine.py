@@ -223,8 +223,8 @@ def _make_eval_batch(binding: PipelineBinding, original: Callable[..., Any]) -> 
 def _refuse_old(engine: type) -> None:
     if not hasattr(engine, "_train_schedule"):
         raise CADUnsupportedError(
-            f"DeepSpeed {deepspeed.__version__} has pipelines whose order of work cannot be another one: pip install "
-            '--upgrade "deepspeed>=0.19.8", or train this pipeline without CAD'
+            f"DeepSpeed {deepspeed.__version__} gives no way to change in which order a pipeline works, and CAD must: "
+            'pip install --upgrade "deepspeed>=0.19.8", or train this pipeline without CAD'
         )
 
 
